@@ -1,0 +1,266 @@
+"""The data every pass speaks: parameters, chunks, moments, actions, and the step plan they make.
+
+All byte counts are plain ints for one concrete set of shapes; symbolic sizes are evaluated before
+a plan is made (see ``liveness``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+ALIGNMENT = 256
+"""Bytes at which parameters start inside a chunk, and chunks inside the arena: Inductor copies
+misaligned inputs, and CPU matmuls round differently on them."""
+
+
+def align(nbytes: int) -> int:
+    """Round ``nbytes`` up to :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Direction(StrEnum):
+    """Which graph of the step a moment belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Home(StrEnum):
+    """Where a chunk's masters live."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+class Stream(StrEnum):
+    """The queue an action runs on. Actions on one stream run in program order."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+
+
+class Kind(StrEnum):
+    """What an action does. See :class:`Action`."""
+
+    FETCH = "fetch"
+    WAIT = "wait"
+    COMPUTE = "compute"
+    RELEASE = "release"
+    REDUCE = "reduce"
+    OFFLOAD = "offload"
+
+
+STREAM_OF: Mapping[Kind, Stream] = {
+    Kind.FETCH: Stream.H2D,
+    Kind.WAIT: Stream.COMPUTE,
+    Kind.COMPUTE: Stream.COMPUTE,
+    Kind.RELEASE: Stream.COMPUTE,
+    Kind.REDUCE: Stream.COMPUTE,
+    Kind.OFFLOAD: Stream.D2H,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A managed parameter as the passes see it; its identity is its index in the plan.
+
+    ``dtype`` and ``nbytes`` are those of the compute copy. ``name`` is only a label for people.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """One parameter's place inside a chunk, in bytes from the chunk's start."""
+
+    parameter: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Parameters that move as one contiguous buffer: one dtype, one ``requires_grad``.
+
+    The chunk's gradient, if any, has the same layout and the same ``nbytes``.
+    """
+
+    index: int
+    home: Home
+    dtype: torch.dtype
+    requires_grad: bool
+    content: tuple[Slot, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """One segment of the step, in execution order: forward moments first, then backward.
+
+    ``needs`` are the chunks whose parameters the segment reads; ``reduces`` the chunks that
+    receive a gradient contribution when it ends. ``live_bytes`` is the peak of non-model data
+    while it runs, ``seconds`` its predicted compute time.
+    """
+
+    index: int
+    direction: Direction
+    needs: tuple[int, ...]
+    reduces: tuple[int, ...]
+    seconds: float
+    live_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """One node of the generated step, in host issue order.
+
+    =========  ====================================================================================
+    fetch      copy chunk ``chunk`` from its home into ``[offset, offset + nbytes)`` of the arena
+    wait       make the compute stream wait until the chunk's fetch is complete
+    compute    run the segment of moment ``moment``
+    release    the chunk's compute copy is not read again from this residency
+    reduce     put the moment's gradient contributions to ``chunk`` into ``[offset, +nbytes)``:
+               the first one of a step writes, later ones add
+    offload    copy the chunk's finished gradient from ``offset`` to its home; the bytes are free
+               once this action is complete
+    =========  ====================================================================================
+
+    ``after`` lists earlier actions *on other streams* whose completion this action's stream waits
+    for; order inside one stream is implied. ``moment`` is the moment at which the action is
+    issued: fetch and wait before or after the moment's compute as their place in the list says.
+    For chunks whose home is the device, ``reduce`` has no ``offset`` and there is no other action.
+    """
+
+    index: int
+    kind: Kind
+    moment: int
+    chunk: int | None = None
+    offset: int | None = None
+    nbytes: int = 0
+    after: tuple[int, ...] = ()
+
+    @property
+    def stream(self) -> Stream:
+        """The stream the action runs on."""
+        return STREAM_OF[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What the machine does per second. Bytes per second and operations per second.
+
+    ``h2d`` and ``d2h`` are the rates while both directions are busy.
+    """
+
+    flops: Mapping[torch.dtype, float]
+    memory: float
+    h2d: float
+    d2h: float
+    transfer_latency: float = 20e-6
+    segment_latency: float = 30e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The order of all memory nodes of one step.
+
+    ``carried`` are chunks that end the step resident at the very offset at which its first fetch
+    puts them: a runtime that knows their masters to be unchanged may skip that fetch.
+    """
+
+    actions: tuple[Action, ...]
+    arena_bytes: int
+    carried: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """Chunks, homes, offsets, order and predictions of one step. Made by ``pipeline``."""
+
+    parameters: tuple[Parameter, ...]
+    chunks: tuple[Chunk, ...]
+    moments: tuple[Moment, ...]
+    schedule: Schedule
+    budget_bytes: int | None
+    reserved_bytes: int
+    step_seconds: float
+    wait_seconds: float
+    prefetch: int | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def actions(self, kind: Kind | None = None) -> Iterator[Action]:
+        """All actions in issue order, or those of one kind."""
+        return (a for a in self.schedule.actions if kind is None or a.kind is kind)
+
+    @property
+    def h2d_bytes(self) -> int:
+        """Bytes copied from the host to the device in one step (no carried chunk skipped)."""
+        return sum(a.nbytes for a in self.actions(Kind.FETCH))
+
+    @property
+    def d2h_bytes(self) -> int:
+        """Bytes copied from the device to the host in one step."""
+        return sum(a.nbytes for a in self.actions(Kind.OFFLOAD))
+
+    @property
+    def carried_bytes(self) -> int:
+        """The part of :attr:`h2d_bytes` that a step after an unchanged step does not copy."""
+        return sum(self.chunks[c].nbytes for c in self.schedule.carried)
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Bytes of compute copies and gradients of chunks whose home is the device."""
+        return sum(
+            c.nbytes * (2 if c.requires_grad and self.has_backward else 1)
+            for c in self.chunks
+            if c.home is Home.DEVICE
+        )
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the step has a backward graph."""
+        return any(m.direction is Direction.BACKWARD for m in self.moments)
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Arena, reserve, device-homed chunks and the largest non-model peak."""
+        live = max((m.live_bytes for m in self.moments), default=0)
+        fixed = self.schedule.arena_bytes + self.reserved_bytes + self.device_state_bytes
+        return fixed + live
+
+
+class PlanError(ValueError):
+    """The step cannot fit the budget. Says the moment, the bytes, and what would make it fit."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        moment: int | None,
+        needed_bytes: int,
+        available_bytes: int,
+        smallest_budget: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.moment = moment
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.smallest_budget = smallest_budget
+
+
+class VerificationError(AssertionError):
+    """A plan breaks an invariant: a bug of the passes, never of the user. Lists every problem."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("the plan is not valid:\n" + "\n".join(f"  - {p}" for p in problems))
+        self.problems = problems
