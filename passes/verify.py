@@ -1,0 +1,334 @@
+"""Verify: is a plan valid? Written apart from ``schedule``, and run on every plan.
+
+In: a step plan. Out: nothing, or :class:`~passes.plan.VerificationError` with every problem found:
+layout of chunks, order of moments, residency of everything that is read, bytes within arena and
+budget, gradients reduced and offloaded once, and every pair of conflicting accesses to the same
+bytes ordered by stream order and events (a static race check). Never changes a plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from passes.plan import (
+    ALIGNMENT,
+    Action,
+    Chunk,
+    Direction,
+    Home,
+    Kind,
+    StepPlan,
+    Stream,
+    VerificationError,
+)
+
+_STREAMS = tuple(Stream)
+_NONE = -1
+
+
+def verify(plan: StepPlan) -> None:
+    """Check every invariant of ``plan``.
+
+    Raises:
+        VerificationError: listing every problem.
+    """
+    problems = [
+        *_layout(plan),
+        *_order(plan),
+        *_bytes(plan),
+    ]
+    # The replays assume that chunks and moments exist.
+    if not problems:
+        problems = [*_residency(plan), *_gradients(plan), *_races(plan)]
+    if problems:
+        raise VerificationError(tuple(problems))
+
+
+def _layout(plan: StepPlan) -> Iterable[str]:
+    owner: dict[int, int] = {}
+    for position, chunk in enumerate(plan.chunks):
+        if chunk.index != position:
+            yield f"chunk at position {position} has index {chunk.index}"
+        end = 0
+        for slot in chunk.content:
+            parameter = plan.parameters[slot.parameter]
+            where = f"parameter {parameter.name!r} in chunk {chunk.index}"
+            if slot.parameter in owner:
+                yield f"{where} is also in chunk {owner[slot.parameter]}"
+            owner[slot.parameter] = chunk.index
+            if slot.offset % ALIGNMENT:
+                yield f"{where} starts at byte {slot.offset}, not a multiple of {ALIGNMENT}"
+            if slot.offset < end:
+                yield f"{where} overlaps the parameter before it"
+            if slot.nbytes != parameter.nbytes:
+                yield f"{where} has {slot.nbytes} bytes of space for {parameter.nbytes}"
+            if (parameter.dtype, parameter.requires_grad) != (chunk.dtype, chunk.requires_grad):
+                yield f"{where} has another dtype or requires_grad than the chunk"
+            end = slot.offset + slot.nbytes
+        if chunk.nbytes != end:
+            yield f"chunk {chunk.index} has {chunk.nbytes} bytes for {end} bytes of content"
+
+
+def _order(plan: StepPlan) -> Iterable[str]:
+    actions = plan.schedule.actions
+    computed: list[int] = []
+    moment = 0
+    backward_began = False
+    for position, facts in enumerate(plan.moments):
+        if facts.index != position:
+            yield f"moment at position {position} has index {facts.index}"
+        backward_began |= facts.direction is Direction.BACKWARD
+        if backward_began and facts.direction is Direction.FORWARD:
+            yield f"forward moment {position} comes after a backward moment"
+        for chunk in (*facts.needs, *facts.reduces):
+            if not 0 <= chunk < len(plan.chunks):
+                yield f"moment {position} names chunk {chunk}, which does not exist"
+    for position, action in enumerate(actions):
+        what = f"action {position} ({action.kind})"
+        if action.index != position:
+            yield f"{what} has index {action.index}"
+        if not moment <= action.moment < len(plan.moments):
+            yield f"{what} is issued at moment {action.moment}, after moment {moment}"
+        moment = max(moment, action.moment)
+        if action.kind is Kind.COMPUTE:
+            computed.append(action.moment)
+        elif action.chunk is None or not 0 <= action.chunk < len(plan.chunks):
+            yield f"{what} names chunk {action.chunk}, which does not exist"
+        for before in action.after:
+            if not 0 <= before < position:
+                yield f"{what} waits for action {before}, which is not before it"
+    if computed != list(range(len(plan.moments))):
+        yield f"moments are computed as {computed}, not each once in order"
+
+
+def _bytes(plan: StepPlan) -> Iterable[str]:
+    arena = plan.schedule.arena_bytes
+    for action in plan.schedule.actions:
+        if action.kind not in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+            continue
+        if action.chunk is None or not 0 <= action.chunk < len(plan.chunks):
+            continue
+        chunk = plan.chunks[action.chunk]
+        what = f"action {action.index} ({action.kind} chunk {chunk.index})"
+        if chunk.home is Home.DEVICE:
+            if action.kind is not Kind.REDUCE or action.offset is not None:
+                yield f"{what} moves a chunk whose home is the device"
+            continue
+        if action.nbytes != chunk.nbytes:
+            yield f"{what} moves {action.nbytes} bytes of {chunk.nbytes}"
+        if action.offset is None:
+            yield f"{what} has no place in the arena"
+        elif action.offset % ALIGNMENT:
+            yield f"{what} is at byte {action.offset}, not a multiple of {ALIGNMENT}"
+        elif action.offset < 0 or action.offset + action.nbytes > arena:
+            yield f"{what} ends at byte {action.offset + action.nbytes} of an arena of {arena}"
+    if plan.budget_bytes is None:
+        return
+    fixed = arena + plan.reserved_bytes + plan.device_state_bytes
+    for moment in plan.moments:
+        if fixed + moment.live_bytes > plan.budget_bytes:
+            yield (
+                f"moment {moment.index} uses {fixed + moment.live_bytes} bytes of a budget of "
+                f"{plan.budget_bytes}"
+            )
+
+
+@dataclass(slots=True)
+class _Resident:
+    start: int
+    end: int
+    fetch: int
+    waited: bool = False
+    read: bool = False
+
+
+def _residency(plan: StepPlan) -> Iterable[str]:
+    """Replay in issue order: what is read is there, and nothing lies on top of anything."""
+    resident: dict[int, _Resident] = {}
+    gradients: dict[int, tuple[int, int]] = {}
+    first_offset: dict[int, int | None] = {}
+    last_reduce = {c: m.index for m in plan.moments for c in m.reduces}
+
+    def overlap(chunk: int, start: int, end: int) -> Iterable[str]:
+        for other, space in resident.items():
+            if start < space.end and space.start < end:
+                yield f"overlaps resident chunk {other}"
+        for other, (low, high) in gradients.items():
+            if other != chunk and start < high and low < end:
+                yield f"overlaps the gradient of chunk {other}"
+
+    for action in plan.schedule.actions:
+        what = f"action {action.index} ({action.kind} chunk {action.chunk})"
+        if action.kind is Kind.COMPUTE:
+            for chunk in plan.moments[action.moment].needs:
+                if plan.chunks[chunk].home is Home.DEVICE:
+                    continue
+                if chunk not in resident:
+                    yield f"moment {action.moment} reads chunk {chunk}, which is not resident"
+                elif not resident[chunk].waited:
+                    yield f"moment {action.moment} reads chunk {chunk} without waiting for it"
+                else:
+                    resident[chunk].read = True
+            continue
+        assert action.chunk is not None
+        chunk = action.chunk
+        if plan.chunks[chunk].home is Home.DEVICE:
+            continue
+        if action.kind is Kind.FETCH:
+            assert action.offset is not None
+            end = action.offset + action.nbytes
+            if chunk in resident:
+                yield f"{what} fetches a chunk that is resident"
+            yield from (f"{what} {o}" for o in overlap(chunk, action.offset, end))
+            if chunk in gradients and _overlaps(gradients[chunk], (action.offset, end)):
+                yield f"{what} overlaps the chunk's own gradient"
+            resident[chunk] = _Resident(action.offset, end, action.index)
+            first_offset.setdefault(chunk, action.offset)
+        elif action.kind is Kind.WAIT:
+            if chunk not in resident:
+                yield f"{what} waits for a chunk that is not resident"
+            elif resident[chunk].fetch not in action.after:
+                yield f"{what} does not wait for the chunk's fetch {resident[chunk].fetch}"
+            else:
+                resident[chunk].waited = True
+        elif action.kind is Kind.RELEASE:
+            if chunk not in resident:
+                yield f"{what} releases a chunk that is not resident"
+            elif not resident.pop(chunk).read:
+                yield f"{what} releases a chunk that was fetched but not read"
+        elif action.kind is Kind.REDUCE:
+            assert action.offset is not None
+            space = (action.offset, action.offset + action.nbytes)
+            if chunk not in gradients:
+                yield from (f"{what} {o}" for o in overlap(chunk, *space))
+                gradients[chunk] = space
+            elif gradients[chunk] != space:
+                yield f"{what} is not where the gradient's earlier contributions are"
+        elif action.kind is Kind.OFFLOAD:
+            assert action.offset is not None
+            space = (action.offset, action.offset + action.nbytes)
+            if gradients.pop(chunk, None) != space:
+                yield f"{what} offloads bytes that hold no gradient of it"
+            if last_reduce.get(chunk) is None or action.moment < last_reduce[chunk]:
+                yield f"{what} comes before the chunk's last reduce"
+    carried = set(plan.schedule.carried)
+    for chunk, left in resident.items():
+        if not left.read:
+            yield f"chunk {chunk} is fetched by action {left.fetch} and never read"
+        if chunk not in carried:
+            yield f"chunk {chunk} is still resident at the end of the step"
+    for chunk in carried:
+        if chunk not in resident or resident[chunk].start != first_offset[chunk]:
+            yield f"carried chunk {chunk} does not end where its first fetch puts it"
+
+
+def _overlaps(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _gradients(plan: StepPlan) -> Iterable[str]:
+    """Each moment's gradients are reduced once, and each chunk's offloaded once."""
+    reduced: dict[tuple[int, int], int] = {}
+    offloaded: dict[int, int] = {}
+    computed = _NONE
+    for action in plan.schedule.actions:
+        if action.kind is Kind.COMPUTE:
+            computed = action.moment
+        elif action.kind is Kind.REDUCE and action.chunk is not None:
+            key = (action.moment, action.chunk)
+            reduced[key] = reduced.get(key, 0) + 1
+            if computed != action.moment:
+                yield f"action {action.index} reduces before moment {action.moment} is computed"
+        elif action.kind is Kind.OFFLOAD and action.chunk is not None:
+            offloaded[action.chunk] = offloaded.get(action.chunk, 0) + 1
+    wanted = {(m.index, c) for m in plan.moments for c in m.reduces}
+    for moment, chunk in sorted(wanted | set(reduced)):
+        times = reduced.get((moment, chunk), 0)
+        if times != ((moment, chunk) in wanted):
+            yield f"the gradient of chunk {chunk} is reduced {times} times at moment {moment}"
+    owed = {c for _, c in wanted if plan.chunks[c].home is Home.HOST}
+    for chunk in sorted(owed | set(offloaded)):
+        if offloaded.get(chunk, 0) != (chunk in owed):
+            yield f"the gradient of chunk {chunk} is offloaded {offloaded.get(chunk, 0)} times"
+
+
+class _Accesses:
+    """By byte range of the arena: the last write, and the reads since, of each stream."""
+
+    def __init__(self, arena_bytes: int) -> None:
+        self._cuts = [0, max(arena_bytes, 1)]
+        self._write = [(_NONE, 0)]
+        self._reads: list[tuple[int, ...]] = [(_NONE,) * len(_STREAMS)]
+
+    def ranges(self, start: int, end: int) -> range:
+        return range(self._cut(start), self._cut(end))
+
+    def _cut(self, at: int) -> int:
+        index = bisect_left(self._cuts, at)
+        if self._cuts[index] != at:
+            self._cuts.insert(index, at)
+            self._write.insert(index, self._write[index - 1])
+            self._reads.insert(index, self._reads[index - 1])
+        return index
+
+    def read(self, index: int, stream: int, action: int) -> tuple[int, int]:
+        reads = self._reads[index]
+        self._reads[index] = (*reads[:stream], action, *reads[stream + 1 :])
+        return self._write[index]
+
+    def write(self, index: int, stream: int, action: int) -> list[tuple[int, int]]:
+        earlier = [self._write[index], *((r, s) for s, r in enumerate(self._reads[index]))]
+        self._write[index] = (action, stream)
+        self._reads[index] = (_NONE,) * len(_STREAMS)
+        return earlier
+
+
+def _races(plan: StepPlan) -> Iterable[str]:
+    """Conflicting accesses to the same bytes are ordered by stream order and events."""
+    accesses = _Accesses(plan.schedule.arena_bytes)
+    # clocks[i][s]: the last action of stream s that is complete when action i is.
+    clocks: list[tuple[int, ...]] = []
+    latest: list[int] = [_NONE] * len(_STREAMS)
+    place: dict[int, tuple[int, int]] = {}
+    for action in plan.schedule.actions:
+        stream = _STREAMS.index(action.stream)
+        known = clocks[latest[stream]] if latest[stream] != _NONE else (_NONE,) * len(_STREAMS)
+        for before in action.after:
+            known = tuple(map(max, known, clocks[before]))
+        clock = (*known[:stream], action.index, *known[stream + 1 :])
+        clocks.append(clock)
+        latest[stream] = action.index
+        found: set[tuple[int, str]] = set()
+        for (start, end), writes in _spans(action, plan, place):
+            for index in accesses.ranges(start, end):
+                if writes:
+                    earlier = accesses.write(index, stream, action.index)
+                else:
+                    earlier = [accesses.read(index, stream, action.index)]
+                for other, other_stream in earlier:
+                    if other != _NONE and clock[other_stream] < other:
+                        found.add((other, "write" if writes else "read"))
+        for other, access in sorted(found):
+            before_action = plan.schedule.actions[other]
+            yield (
+                f"race: the {access} of action {action.index} ({action.kind} chunk "
+                f"{action.chunk}) is not ordered behind action {other} ({before_action.kind} "
+                f"chunk {before_action.chunk}, moment {before_action.moment})"
+            )
+
+
+def _spans(
+    action: Action, plan: StepPlan, place: dict[int, tuple[int, int]]
+) -> Sequence[tuple[tuple[int, int], bool]]:
+    """The byte ranges an action touches, and whether it writes them."""
+    if action.kind is Kind.COMPUTE:
+        needs: list[Chunk] = [plan.chunks[c] for c in plan.moments[action.moment].needs]
+        return [(place[c.index], False) for c in needs if c.home is Home.HOST and c.nbytes]
+    if action.offset is None or not action.nbytes or action.chunk is None:
+        return []
+    span = (action.offset, action.offset + action.nbytes)
+    if action.kind is Kind.FETCH:
+        place[action.chunk] = span
+    return [(span, action.kind is not Kind.OFFLOAD)]
