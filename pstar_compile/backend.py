@@ -1,0 +1,353 @@
+"""The ``patrickstar`` backend of ``torch.compile``."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from passes.pipeline import Captured, Choices, Limits, Outline, outline
+from passes.plan import Chunk, Home, Parameter
+from pstar_compile import ops
+from pstar_compile.capture import (
+    Partitioned,
+    anchor_positions,
+    inner_symbols,
+    partition,
+    saved_anchor_positions,
+    symbols_of,
+    tag,
+)
+from pstar_compile.compile_segments import compile_segments
+from pstar_compile.config import BackendConfig, ManageConfig
+from pstar_compile.hardware import library_bytes, rates_of
+from pstar_compile.program import Program, Signature
+from pstar_compile.runtime.engine import Engine
+from pstar_compile.runtime.parameter import ManagedParameter
+from pstar_compile.torch_compat import aot_compile, inductor_decompositions
+
+log = logging.getLogger(__name__)
+
+engine_of_parameter = WeakIdKeyDictionary()
+"""Engines of models that were compiled without ``manage``, by parameter."""
+
+
+def patrickstar(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph into a step that runs by a plan.
+
+    Registered as ``torch.compile(model, backend="patrickstar", options={...})``.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs; anchors stand for the managed parameters.
+        options: see :class:`pstar_compile.config.BackendConfig`.
+        mode: a torch.compile mode; the plan decides what modes would, so only "default" is taken.
+
+    Raises:
+        ValueError: for an unknown option, or a step that cannot fit the budget (``PlanError``).
+    """
+    if mode not in (None, "default"):
+        log.warning("mode=%r is ignored: backend 'patrickstar' has options instead of modes", mode)
+    config = BackendConfig.parse(options)
+    parameters: dict[int, ManagedParameter] = {}
+    for position, value in enumerate(example_inputs):
+        owner = ops.owner_of(value)
+        if isinstance(owner, ManagedParameter):
+            parameters[position] = owner
+    engines = {p.engine for p in parameters.values()}
+    if len(engines) > 1:
+        raise ValueError(
+            "one compiled graph uses parameters of several managed models; compile each managed "
+            "model on its own (torch.compile(teacher), torch.compile(student))"
+        )
+    if parameters:
+        (engine,) = engines
+        assert engine is not None
+    else:
+        engine = _engine_without_manage(gm, example_inputs)
+    return _CompiledGraph(gm, example_inputs, parameters, engine, config)
+
+
+_warned_unmanaged = False
+
+
+def _engine_without_manage(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Engine:
+    """An engine for a graph without anchors: everything stays where it is."""
+    global _warned_unmanaged
+    plain = [v for v in (*example_inputs, *gm.parameters()) if isinstance(v, nn.Parameter)]
+    if plain and not _warned_unmanaged:
+        _warned_unmanaged = True
+        log.warning(
+            "the compiled model is not managed, so its parameters stay where they are; "
+            "pstar_compile.manage(model, device_memory=...) before torch.compile pages them"
+        )
+    tensors = [v for v in example_inputs if isinstance(v, Tensor)]
+    device = next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
+    engine = Engine(ManageConfig(device=device), ())
+    for parameter in plain:
+        engine_of_parameter[parameter] = engine
+    return engine
+
+
+@dataclass(slots=True)
+class CompiledState:
+    """What a compiled graph keeps in its model's engine.
+
+    Attributes:
+        programs: its programs, one for each time AOTAutograd compiled it.
+        parameters: the managed parameters behind each tuple of anchors seen so far.
+    """
+
+    programs: list[Program] = field(default_factory=list)
+    parameters: dict[tuple[int, ...], list[ManagedParameter]] = field(default_factory=dict)
+
+
+class _CompiledGraph:
+    """One Dynamo graph, compiled; and the graph itself, for calls the program cannot serve."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        parameters: dict[int, ManagedParameter],
+        engine: Engine,
+        config: BackendConfig,
+    ) -> None:
+        self._gm = gm
+        # The engine owns the programs; Dynamo owns this object and keeps it while the process
+        # runs, so it must not keep the model's memory alive.
+        self._engine_reference = weakref.ref(engine)
+        self._own_engine = None if engine.parameters else engine
+        self._config = config
+        self._rates = rates_of(engine.config.device)
+        self._choices = Choices(
+            prefetch=config.prefetch,
+            chunk_bytes=config.chunk_target,
+            carry=config.trust_version_counters,
+        )
+        self._positions = tuple(parameters)
+        self._example_parameters = [weakref.ref(p) for p in parameters.values()]
+        self._index_of_input = {position: i for i, position in enumerate(parameters)}
+        engine.compiled[self] = CompiledState()
+        self._partitioned: Partitioned | None = None
+        inductor = config.inner == "inductor"
+        self._compiled = aot_compile(
+            gm,
+            example_inputs,
+            forward=self._compile_forward,
+            backward=self._compile_backward,
+            inference=self._compile_inference,
+            partition=self._partition,
+            decompositions=inductor_decompositions() if inductor else {},
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph; returns Dynamo's outputs."""
+        pointers = tuple(args[i].data_ptr() for i in self._positions)
+        engine = self._engine
+        state = engine.compiled[self]
+        parameters = state.parameters.get(pointers)
+        if parameters is None:
+            parameters = []
+            for position in self._positions:
+                owner = ops.owner_of(args[position])
+                assert isinstance(owner, ManagedParameter)
+                parameters.append(owner)
+            state.parameters[pointers] = parameters
+        # Of every parameter, also behind a difference: all() would stop at the first.
+        changed = [p for p in parameters if _check(p)]
+        if changed or not all(program.can_bind(parameters) for program in state.programs):
+            # Freezing or unfreezing moves the anchors' requires_grad, so the next call compiles
+            # anew; this one already passed its guards.
+            log.info(
+                "running one call on demand: %s",
+                "requires_grad changed" if changed else "its parameters are chunked differently",
+            )
+            engine.begin_eager_forward()
+            try:
+                return self._gm(*args)
+            finally:
+                engine.end_eager_forward()
+        return self._compiled(*args)
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._engine_reference()
+        if engine is None:
+            raise RuntimeError(
+                "this compiled graph's model is unmanaged or gone; compile the model again"
+            )
+        return engine
+
+    def _members(self) -> list[ManagedParameter]:
+        """The parameters that the graph was compiled with."""
+        found = [reference() for reference in self._example_parameters]
+        return [p for p in found if p is not None]
+
+    def _keep(self, program: Program) -> Program:
+        self._engine.compiled[self].programs.append(program)
+        return program
+
+    def _partition(
+        self, joint: fx.GraphModule, inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._partitioned = partition(
+            joint,
+            inputs,
+            self._index_of_input,
+            rewrite=self._config.inner == "inductor",
+            **kwargs,
+        )
+        return self._partitioned.forward, self._partitioned.backward
+
+    def _compile_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        assert self._partitioned is not None
+        program = self._keep(self._build(gm, self._partitioned))
+        self._partitioned = None
+        return program.forward
+
+    def _compile_backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return self._engine.compiled[self].programs[-1].backward
+
+    def _compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        tag(gm.graph, self._index_of_input)
+        return self._keep(self._build(gm, None)).forward
+
+    def _build(self, forward: fx.GraphModule, partitioned: Partitioned | None) -> Program:
+        engine = self._engine
+        backward = None if partitioned is None else partitioned.backward
+        forward_anchors = anchor_positions(forward.graph, self._index_of_input)
+        backward_anchors = {} if backward is None else saved_anchor_positions(backward.graph)
+        symbols = symbols_of(forward.graph)
+        members, fixed = _with_chunk_mates(engine, self._members())
+        captured = Captured(
+            forward=forward,
+            backward=backward,
+            saved={} if partitioned is None else partitioned.saved,
+            parameters=tuple(_describe(p) for p in members),
+            symbols=inner_symbols(forward.graph)
+            | {s: source.hint for s, source in symbols.items()},
+        )
+        outlined = outline(
+            captured,
+            fixed=fixed,
+            home=engine.home if engine.parameters else Home.DEVICE,
+            limits=self._limits(),
+            choices=self._choices,
+            rates=self._rates,
+        )
+        compiled = compile_segments(
+            [(s, forward) for s in outlined.forward]
+            + [(s, backward) for s in outlined.backward if backward is not None],
+            _fake_parameters(outlined, len(members)),
+            inner=self._config.inner,
+        )
+        return Program(
+            engine=engine,
+            outline=outlined,
+            compiled=compiled,
+            signature=Signature(
+                forward_anchors=tuple(
+                    forward_anchors[i] for i in range(len(self._example_parameters))
+                ),
+                backward_anchors=backward_anchors,
+                anchor_gradients={} if partitioned is None else partitioned.anchor_gradients,
+                symbols=symbols,
+            ),
+            limits=self._limits,
+            choices=self._choices,
+            rates=self._rates,
+            trust=self._config.trust_version_counters,
+        )
+
+    def _limits(self) -> Limits:
+        engine = self._engine
+        inside = set(self._members())
+        states = resident = masters = others = 0
+        for parameter in engine.parameters:
+            master = parameter.master.nbytes
+            own_copy = parameter.dtype != parameter.master.dtype
+            trained = parameter.master.requires_grad
+            copies = parameter.nbytes * (2 if trained else 1)
+            # Master, gradient, two moments; and a compute copy if it is not the master itself.
+            states += master * (4 if trained else 1) + (parameter.nbytes if own_copy else 0)
+            resident += copies
+            if parameter not in inside:
+                others += master * (2 if trained else 1)
+            elif own_copy:
+                masters += master + (master - parameter.nbytes if trained else 0)
+        return Limits(
+            budget_bytes=engine.device_budget(),
+            arena_limit=engine.config.arena_memory,
+            reserved_bytes=library_bytes(engine.config.device),
+            master_bytes=masters + others,
+            state_bytes=states,
+            resident_bytes=resident,
+        )
+
+
+def _check(parameter: ManagedParameter) -> bool:
+    parameter.check_identity()
+    return parameter.sync_requires_grad()
+
+
+def _describe(parameter: ManagedParameter) -> Parameter:
+    return Parameter(
+        name=parameter.name,
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        nbytes=parameter.nbytes,
+        requires_grad=parameter.master.requires_grad,
+    )
+
+
+def _with_chunk_mates(
+    engine: Engine, parameters: Sequence[ManagedParameter]
+) -> tuple[list[ManagedParameter], list[Chunk]]:
+    """The parameters and all that share an existing chunk with them; and those chunks, with
+    their slots numbered by position in that list.
+    """
+    members = list(parameters)
+    stored = dict.fromkeys(engine.chunk_of[p] for p in parameters if p in engine.chunk_of)
+    index = {p: i for i, p in enumerate(members)}
+    for chunk in stored:
+        for parameter in chunk.parameters:
+            if parameter not in index:
+                index[parameter] = len(members)
+                members.append(parameter)
+    fixed = [
+        replace(
+            chunk.layout,
+            index=position,
+            content=tuple(
+                replace(slot, parameter=index[parameter])
+                for slot, parameter in zip(chunk.layout.content, chunk.parameters, strict=True)
+            ),
+        )
+        for position, chunk in enumerate(stored)
+    ]
+    return members, fixed
+
+
+def _fake_parameters(outlined: Outline, count: int) -> dict[int, Tensor]:
+    """The FakeTensor of each parameter's compute copy, from the captured fetch nodes."""
+    from passes.graph import META, memory_nodes
+
+    values: dict[int, Tensor] = {}
+    for captured in (outlined.captured.forward, outlined.captured.backward):
+        if captured is not None:
+            for node in memory_nodes(captured.graph, "fetch"):
+                values.setdefault(node.meta[META].parameter, node.meta["val"])
+    return values

@@ -1,0 +1,73 @@
+"""Rates of devices, for predicting the time of segments and copies.
+
+Peak matmul rates and memory bandwidths are the vendors' data-sheet figures (dense) scaled by the
+fraction that large matmuls and copies usually reach; link rates are those of pinned copies while
+both directions are busy.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from passes.plan import Rates
+
+_MATMUL_FRACTION = 0.75
+_MEMORY_FRACTION = 0.9
+
+
+def _gpu(bf16: float, tf32_off: float, memory: float, link: float) -> Rates:
+    half = bf16 * 1e12 * _MATMUL_FRACTION
+    single = tf32_off * 1e12 * _MATMUL_FRACTION
+    return Rates(
+        flops={
+            torch.bfloat16: half,
+            torch.float16: half,
+            torch.float32: single,
+            torch.float64: single / 2,
+        },
+        memory=memory * 1e9 * _MEMORY_FRACTION,
+        h2d=link * 1e9,
+        d2h=link * 1e9,
+    )
+
+
+# name fragment -> dense bf16 TFLOP/s, fp32 TFLOP/s, memory GB/s, pinned copy GB/s each way
+_CATALOGUE = {
+    "H200": _gpu(989, 67, 4800, 50),
+    "H100": _gpu(989, 67, 3350, 50),
+    "A100": _gpu(312, 19.5, 2039, 22),
+    "V100": _gpu(125, 15.7, 900, 11),
+    "4090": _gpu(165, 82.6, 1008, 22),
+}
+_OTHER_GPU = _gpu(100, 15, 800, 11)
+
+_CPU = Rates(
+    flops={
+        torch.float32: 60e9,
+        torch.float64: 30e9,
+        torch.bfloat16: 30e9,
+        torch.float16: 30e9,
+    },
+    memory=15e9,
+    h2d=6e9,
+    d2h=6e9,
+)
+
+
+def rates_of(device: torch.device) -> Rates:
+    """Rates of a device: the catalogue's for its name, or cautious ones for an unknown GPU."""
+    if device.type != "cuda":
+        return _CPU
+    name = torch.cuda.get_device_name(device)
+    for fragment, rates in _CATALOGUE.items():
+        if fragment in name:
+            return rates
+    return _OTHER_GPU
+
+
+def library_bytes(device: torch.device) -> int:
+    """Device memory that libraries take beside the graphs' data, in bytes: cuBLAS workspaces."""
+    if device.type != "cuda":
+        return 0
+    hopper_or_newer = torch.cuda.get_device_capability(device)[0] >= 9
+    return (32 if hopper_or_newer else 8) * 1024**2

@@ -1,0 +1,1 @@
+"""Executes step plans and decides nothing: memory, streams, gradients, and on-demand fetches."""

@@ -1,0 +1,178 @@
+"""The run-time state of one managed model: arena, chunks, streams, gradients, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.plan import Chunk, Home
+from pstar_compile.config import ManageConfig, format_bytes
+from pstar_compile.runtime.cpu import CpuStreams
+from pstar_compile.runtime.cuda import CudaStreams
+from pstar_compile.runtime.gradients import Gradients
+from pstar_compile.runtime.memory import HostPool
+from pstar_compile.runtime.on_demand import OnDemand
+from pstar_compile.runtime.parameter import ManagedParameter
+from pstar_compile.runtime.stats import Counters, Stats
+from pstar_compile.runtime.store import StoredChunk
+from pstar_compile.runtime.streams import Event, Streams
+from pstar_compile.torch_compat import without_dynamo
+
+
+@dataclass(slots=True)
+class Turn:
+    """The state between a forward and its backward: what the backward may build on."""
+
+    bound: object
+    events: dict[int, Event]
+    versions: tuple[int, ...]
+
+
+class Engine:
+    """Owns all memory and streams of one managed model, and no decision about them."""
+
+    def __init__(self, config: ManageConfig, parameters: Sequence[ManagedParameter]) -> None:
+        self.config = config
+        self.parameters = tuple(parameters)
+        cuda = config.device.type == "cuda"
+        self.streams: Streams = CudaStreams(config.device) if cuda else CpuStreams()
+        self.pool = HostPool(pinned=self.streams.pinned)
+        self.gradients = Gradients(self.end_step)
+        self.counters = Counters()
+        self.on_demand = OnDemand(config.device, self._on_demand_limit, self.counters)
+        self.chunk_of: dict[ManagedParameter, StoredChunk] = {}
+        self.arena: Tensor | None = None
+        self.arena_generation = 0
+        self.resident: dict[StoredChunk, int] = {}
+        self.turn: Turn | None = None
+        self.last_offload: Event | None = None
+        # Compiled graph -> its state, which lives as long as the model does.
+        self.compiled: dict[Any, Any] = {}
+        self.last_plan: object | None = None
+        self.running = False
+        self._step_ended = True
+        for parameter in parameters:
+            parameter.engine = self
+
+    @property
+    def home(self) -> Home | None:
+        """The home of all chunks; None before the first plan."""
+        for chunk in self.chunk_of.values():
+            return chunk.layout.home
+        return None
+
+    def device_budget(self) -> int | None:
+        """Bytes of device memory the step may use; None: unlimited."""
+        if self.config.device_memory is not None:
+            return self.config.device_memory
+        if self.config.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.config.device).total_memory)
+        return None
+
+    def adopt(self, layouts: Sequence[Chunk], parameters: Sequence[ManagedParameter]) -> None:
+        """Create the memory of new chunks and move their masters to their home.
+
+        ``parameters`` are indexed by the layouts' slots.
+        """
+        for layout in layouts:
+            members = [parameters[slot.parameter] for slot in layout.content]
+            chunk = StoredChunk(
+                members, layout, device=self.config.device, pinned=self.streams.pinned
+            )
+            for member in members:
+                self.chunk_of[member] = chunk
+
+    def ensure_arena(self, nbytes: int) -> Tensor:
+        """The arena, at least ``nbytes`` long. A new one is empty."""
+        if self.arena is None or self.arena.nbytes < nbytes:
+            self.release_arena()
+            with torch.inference_mode(False):
+                self.arena = torch.empty(nbytes, dtype=torch.uint8, device=self.config.device)
+            self.arena_generation += 1
+        return self.arena
+
+    def release_arena(self) -> None:
+        """Give the arena's memory back; what was resident must be fetched again."""
+        if self.arena is not None:
+            self.streams.synchronize()
+        self.arena = None
+        self.resident.clear()
+        self.turn = None
+
+    def start_step_if_due(self) -> None:
+        """Reset the counters when a new step begins: a forward after a backward."""
+        if self._step_ended:
+            self._step_ended = False
+            self.counters.start_step()
+            self.streams.start_step()
+
+    def end_step(self) -> None:
+        """The next forward begins a new step."""
+        self._step_ended = True
+
+    # Dynamo must not look into these when they run between the pieces of a broken graph.
+    @without_dynamo
+    def begin_eager_forward(self) -> None:
+        """A forward outside a plan begins: every fetch is on demand."""
+        if not self.on_demand.in_forward:
+            self.gradients.drop_abandoned()
+            self.start_step_if_due()
+        self.on_demand.begin_forward()
+
+    @without_dynamo
+    def end_eager_forward(self) -> None:
+        """The forward outside a plan that began last ends."""
+        self.on_demand.end_forward()
+        if not self.on_demand.in_forward and not torch.is_grad_enabled():
+            self.end_step()
+
+    def stats(self) -> Stats:
+        """What the last step did."""
+        return self.counters.stats(self.streams.waited_seconds())
+
+    def abandon_run(self) -> None:
+        """Return to a clean state after an exception inside a run."""
+        self.streams.synchronize()
+        self.resident.clear()
+        self.turn = None
+        self.last_offload = None
+        self.running = False
+        self._step_ended = True
+
+    def close(self) -> None:
+        """Give every master a storage of its own and end the streams."""
+        self.release_arena()
+        self.streams.synchronize()
+        self.on_demand.drop_all()
+        for chunk in dict.fromkeys(self.chunk_of.values()):
+            chunk.release_masters()
+        self.chunk_of.clear()
+        self.streams.close()
+        for parameter in self.parameters:
+            parameter.engine = None
+
+    def _on_demand_limit(self, needed: int) -> int | None:
+        if self.home is Home.DEVICE:
+            return None
+        limits = [b for b in (self.config.device_memory, self.config.arena_memory) if b is not None]
+        if limits:
+            budget = min(limits)
+        elif self.config.device.type == "cuda":
+            # Without a plan nothing says what the activations need: half is left to them.
+            total = self.device_budget()
+            assert total is not None
+            budget = total // 2
+        else:
+            return None
+        if self.arena is not None and needed > budget - self.arena.nbytes and not self.running:
+            self.release_arena()
+        return budget - (0 if self.arena is None else self.arena.nbytes)
+
+    def describe(self) -> str:
+        """One line for logs."""
+        total = sum(p.nbytes for p in self.parameters)
+        return f"{len(self.parameters)} parameters, {format_bytes(total)} of compute copies"

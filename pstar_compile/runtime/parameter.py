@@ -1,0 +1,98 @@
+"""A managed parameter: the master, its anchor, and where its module keeps it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from pstar_compile import ops
+
+if TYPE_CHECKING:
+    from pstar_compile.runtime.engine import Engine
+
+
+class ManagedParameter:
+    """One master and everything the runtime knows of it.
+
+    A tied parameter is one ``ManagedParameter`` with several places.
+    """
+
+    def __init__(
+        self, name: str, master: nn.Parameter, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.name = name
+        self.master = master
+        self.dtype = dtype
+        self.shape = tuple(master.shape)
+        self.nbytes = master.numel() * dtype.itemsize
+        self.places: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.engine: Engine | None = None
+        with torch.inference_mode(False):
+            self.anchor = torch.zeros(1, dtype=dtype, device=device)
+            self.zero = torch.zeros(1, dtype=dtype, device=device)
+        self.anchor.requires_grad_(master.requires_grad)
+        ops.bind(self.anchor, self)
+        if dtype.is_floating_point or dtype.is_complex:
+            self._request_on_accumulate()
+
+    def _request_on_accumulate(self) -> None:
+        # Autograd accumulates into the anchor exactly when it would have accumulated into the
+        # parameter (not for torch.autograd.grad, say), so this hook decides about p.grad.
+        this = weakref.ref(self)
+
+        def accumulated(anchor: Tensor) -> None:
+            parameter = this()
+            if parameter is not None and parameter.engine is not None:
+                parameter.engine.gradients.request(parameter)
+
+        requires_grad = self.anchor.requires_grad
+        self.anchor.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
+        self.anchor.requires_grad_(requires_grad)
+
+    def fetch(self) -> Tensor:
+        """The compute copy, fetched on demand (see ``ops``)."""
+        return self._engine().on_demand.fetch(self)
+
+    def reduce(self, grad: Tensor) -> None:
+        """One gradient contribution outside a plan (see ``ops``)."""
+        self._engine().gradients.add(self, grad)
+
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError(
+                f"parameter {self.name!r} was used after its model was unmanaged; "
+                f"call pstar_compile.manage on the model that runs"
+            )
+        return self.engine
+
+    def sync_requires_grad(self) -> bool:
+        """Give the anchor the master's ``requires_grad``; returns whether it had another one."""
+        if self.anchor.requires_grad == self.master.requires_grad:
+            return False
+        self.anchor.requires_grad_(self.master.requires_grad)
+        return True
+
+    def check_identity(self) -> None:
+        """Raise if a module no longer holds the parameter that was managed.
+
+        Raises:
+            RuntimeError: naming the parameter and what to do.
+        """
+        for reference, attribute in self.places:
+            module = reference()
+            if module is not None and module._parameters.get(attribute) is not self.master:
+                raise RuntimeError(
+                    f"parameter {self.name!r} was replaced after pstar_compile.manage (attribute "
+                    f"{attribute!r} of {type(module).__name__}), so the plan would train a tensor "
+                    f"that the module no longer holds. Call pstar_compile.unmanage(model), make "
+                    f"the change, and manage the model again."
+                )
+        if self.master.shape != self.shape:
+            raise RuntimeError(
+                f"parameter {self.name!r} changed its shape from {self.shape} to "
+                f"{tuple(self.master.shape)} after pstar_compile.manage. Call "
+                f"pstar_compile.unmanage(model), make the change, and manage the model again."
+            )

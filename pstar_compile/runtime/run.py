@@ -1,0 +1,310 @@
+"""One execution of a plan's forward or backward: the object whose methods the graphs call.
+
+The outer graph of a step is a list of calls: ``run.fetch(3)``, ``run.wait(4)``, a segment,
+``run.reduce(7, grad)``, ``run.offload(8)``. The number is the action's index in the plan; all that
+an action needs is written there, so nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.plan import Action, Direction, Home, Kind, StepPlan
+from pstar_compile.runtime.engine import Engine, Turn
+from pstar_compile.runtime.parameter import ManagedParameter
+from pstar_compile.runtime.store import StoredChunk
+from pstar_compile.runtime.streams import Event
+from pstar_compile.torch_compat import copy_all
+
+
+class BoundPlan:
+    """A plan template bound to the parameters of one place in the model.
+
+    Args:
+        plan: the template.
+        parameters: the managed parameters, by plan index.
+        segment_parameters: for each moment, the plan indices its segment takes, in order.
+        contributions: for each reduce action, the plan indices of the gradients it takes.
+        source: what to show the user as the plan that ran.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: StepPlan,
+        parameters: Sequence[ManagedParameter],
+        segment_parameters: Sequence[Sequence[int]],
+        contributions: dict[int, tuple[int, ...]],
+        *,
+        source: object,
+    ) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.source = source
+        self.parameters = tuple(parameters)
+        self.chunks: tuple[StoredChunk, ...] = tuple(
+            engine.chunk_of[parameters[c.content[0].parameter]] for c in plan.chunks
+        )
+        self.segment_parameters = tuple(tuple(s) for s in segment_parameters)
+        self.contributions = contributions
+        self.actions = plan.schedule.actions
+        self.chunk_index = {
+            slot.parameter: (chunk.index, position)
+            for chunk in plan.chunks
+            for position, slot in enumerate(chunk.content)
+        }
+        waited_on = {i for action in self.actions for i in action.after}
+        self.marked = {a.index for a in self.actions if a.index in waited_on}
+        backward = {m.index for m in plan.moments if m.direction is Direction.BACKWARD}
+        self.turn_residents = _residents_before(self.actions, backward)
+        self.backward_reads = tuple(
+            sorted({p for m in backward for p in self.segment_parameters[m]})
+        )
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
+        self._generation = -1
+
+    def views(self, chunk: int, offset: int) -> list[Tensor]:
+        """The parameter tensors of a chunk resident at ``offset`` of the arena."""
+        if self._generation != self.engine.arena_generation:
+            self._views.clear()
+            self._generation = self.engine.arena_generation
+        views = self._views.get((chunk, offset))
+        if views is None:
+            arena = self.engine.arena
+            assert arena is not None
+            stored = self.chunks[chunk]
+            with torch.inference_mode(False):
+                views = stored.views(arena[offset : offset + stored.layout.nbytes])
+            self._views[chunk, offset] = views
+        return views
+
+    def versions(self) -> tuple[int, ...]:
+        """Version counters of the masters that the backward reads."""
+        return tuple(self.parameters[p].master._version for p in self.backward_reads)
+
+
+def _residents_before(actions: Sequence[Action], backward: set[int]) -> dict[int, Action]:
+    """The fetch of each chunk that is resident when the backward begins."""
+    residents: dict[int, Action] = {}
+    for action in actions:
+        if action.moment in backward:
+            break
+        assert action.chunk is not None or action.kind is Kind.COMPUTE
+        if action.chunk is not None and action.kind is Kind.FETCH:
+            residents[action.chunk] = action
+        elif action.chunk is not None and action.kind is Kind.RELEASE:
+            residents.pop(action.chunk, None)
+    return residents
+
+
+class Run:
+    """One pass through a plan's forward or backward graph."""
+
+    def __init__(self, bound: BoundPlan, direction: Direction, *, trust: bool) -> None:
+        self._bound = bound
+        self._engine = engine = bound.engine
+        self._trust = trust or direction is Direction.BACKWARD
+        self._events: dict[int, Event] = {}
+        self._offsets: dict[int, int] = {}
+        self._reduced: set[int] = set()
+        self._fence: tuple[Event, ...] = ()
+        if engine.running:
+            engine.abandon_run()
+        turn, engine.turn = engine.turn, None
+        engine.running = True
+        if bound.plan.schedule.arena_bytes:
+            engine.ensure_arena(bound.plan.schedule.arena_bytes)
+        if direction is Direction.FORWARD:
+            self._begin_forward()
+        elif turn is not None and turn.bound is bound:
+            self._continue(turn)
+        else:
+            self._begin_backward_alone()
+
+    def _begin_forward(self) -> None:
+        engine, bound = self._engine, self._bound
+        engine.gradients.drop_abandoned()
+        engine.start_step_if_due()
+        engine.last_plan = bound.source
+        if not engine.on_demand.in_forward:
+            engine.on_demand.drop_all()
+        self._wait_for_earlier_runs()
+        keep: dict[StoredChunk, int] = {}
+        if self._trust:
+            firsts: dict[int, Action] = {}
+            for action in bound.actions:
+                if action.kind is Kind.FETCH and action.chunk is not None:
+                    firsts.setdefault(action.chunk, action)
+            for index in bound.plan.schedule.carried:
+                chunk = bound.chunks[index]
+                offset = firsts[index].offset
+                assert offset is not None
+                if engine.resident.get(chunk) == offset and chunk.unchanged():
+                    keep[chunk] = offset
+        engine.resident = keep
+
+    def _wait_for_earlier_runs(self) -> None:
+        # The plan orders accesses within one step only. Whatever an earlier run left in flight
+        # in the arena comes first: offloads before the compute stream, both before new fetches.
+        engine = self._engine
+        if engine.last_offload is not None:
+            engine.streams.wait(engine.last_offload)
+            engine.last_offload = None
+        self._fence = (engine.streams.mark(),)
+
+    def _continue(self, turn: Turn) -> None:
+        bound = self._bound
+        if bound.versions() != turn.versions:
+            changed = [
+                bound.parameters[p].name
+                for p, before in zip(bound.backward_reads, turn.versions, strict=True)
+                if bound.parameters[p].master._version != before
+            ]
+            self._engine.abandon_run()
+            raise RuntimeError(
+                f"parameters needed for the gradient computation were modified in place between "
+                f"forward and backward: {', '.join(changed[:5])}"
+                + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+                + "; call backward() before the optimizer's step"
+            )
+        self._events = turn.events
+        self._offsets = {c: a.offset or 0 for c, a in bound.turn_residents.items()}
+
+    def _begin_backward_alone(self) -> None:
+        # Another run used the arena since this backward's forward: what the plan expects to be
+        # resident is fetched again.
+        self._wait_for_earlier_runs()
+        self._engine.resident = {}
+        for action in self._bound.turn_residents.values():
+            self._copy_in(action)
+            self._engine.counters.on_demand(action.nbytes)
+            self._engine.streams.wait(self._events[action.index])
+
+    def finish(self, *, forward: bool, backward_follows: bool) -> None:
+        """The graph ran to its end."""
+        engine = self._engine
+        engine.running = False
+        if forward and backward_follows:
+            engine.turn = Turn(self._bound, self._events, self._bound.versions())
+        else:
+            engine.end_step()
+
+    def _copy_in(self, action: Action) -> None:
+        engine = self._engine
+        assert action.chunk is not None and action.offset is not None and engine.arena is not None
+        chunk = self._bound.chunks[action.chunk]
+        after = [self._events[i] for i in action.after if i in self._events]
+        after.extend(self._fence)
+        self._fence = ()
+        assert chunk.buffer is not None
+        self._events[action.index] = engine.streams.fetch(
+            engine.arena[action.offset : action.offset + action.nbytes],
+            chunk.buffer,
+            after,
+            chunk.preparation(trust=self._trust),
+        )
+        chunk.fetched()
+        self._offsets[action.chunk] = action.offset
+        engine.resident[chunk] = action.offset
+        engine.counters.arena(action.offset + action.nbytes)
+
+    def fetch(self, index: int) -> None:
+        """Start copying a chunk from its home into the arena."""
+        action = self._bound.actions[index]
+        assert action.chunk is not None and action.offset is not None
+        chunk = self._bound.chunks[action.chunk]
+        if self._engine.resident.get(chunk) == action.offset:
+            self._offsets[action.chunk] = action.offset
+            self._engine.counters.carried_bytes += action.nbytes
+            self._engine.counters.arena(action.offset + action.nbytes)
+            return
+        self._copy_in(action)
+        self._engine.counters.fetches += 1
+        self._engine.counters.h2d_bytes += action.nbytes
+
+    def wait(self, index: int) -> None:
+        """Make the compute stream wait for the fetches that the action names."""
+        for before in self._bound.actions[index].after:
+            if before in self._events:
+                self._engine.streams.wait(self._events[before])
+
+    def arguments(self, moment: int, *inputs: Any) -> list[Any]:
+        """The arguments of a moment's segment, in one list that the segment empties."""
+        bound = self._bound
+        arguments: list[Any] = []
+        for parameter in bound.segment_parameters[moment]:
+            chunk, position = bound.chunk_index[parameter]
+            if bound.plan.chunks[chunk].home is Home.DEVICE:
+                managed = bound.parameters[parameter]
+                master = managed.master
+                arguments.append(
+                    master if master.dtype == managed.dtype else master.detach().to(managed.dtype)
+                )
+            else:
+                arguments.append(bound.views(chunk, self._offsets[chunk])[position])
+        arguments.extend(inputs)
+        return arguments
+
+    def computed(self, index: int) -> None:
+        """Mark the end of a segment that later copies wait for."""
+        self._events[index] = self._engine.streams.mark()
+
+    def release(self, index: int) -> None:
+        """A chunk's compute copy is not read again from this residency."""
+        chunk = self._bound.actions[index].chunk
+        assert chunk is not None
+        self._offsets.pop(chunk, None)
+        self._engine.resident.pop(self._bound.chunks[chunk], None)
+
+    def reduce(self, index: int, *grads: Tensor) -> None:
+        """Put gradient contributions into the chunk's gradient."""
+        bound, engine = self._bound, self._engine
+        action = bound.actions[index]
+        parameters = bound.contributions[index]
+        assert action.chunk is not None
+        if action.offset is None:
+            for parameter, grad in zip(parameters, grads, strict=True):
+                engine.gradients.add(bound.parameters[parameter], grad, owned=True)
+            return
+        for before in action.after:
+            if before in self._events:
+                engine.streams.wait(self._events[before])
+        views = bound.views(action.chunk, action.offset)
+        first: list[tuple[Tensor, Tensor]] = []
+        for parameter, grad in zip(parameters, grads, strict=True):
+            view = views[bound.chunk_index[parameter][1]]
+            if parameter in self._reduced:
+                copy_all(first)
+                first = []
+                view.add_(grad)
+            else:
+                self._reduced.add(parameter)
+                first.append((view, grad))
+        copy_all(first)
+        engine.counters.arena(action.offset + action.nbytes)
+        if index in bound.marked:
+            self._events[index] = engine.streams.mark()
+
+    def offload(self, index: int) -> None:
+        """Start copying a chunk's finished gradient to its home."""
+        bound, engine = self._bound, self._engine
+        action = bound.actions[index]
+        assert action.chunk is not None and action.offset is not None and engine.arena is not None
+        chunk = bound.chunks[action.chunk]
+        lease = engine.pool.lease(action.nbytes)
+        after = [self._events[i] for i in action.after if i in self._events]
+        event = engine.streams.offload(
+            lease, engine.arena[action.offset : action.offset + action.nbytes], after
+        )
+        self._events[index] = engine.last_offload = event
+        engine.counters.d2h_bytes += action.nbytes
+        layout = bound.plan.chunks[action.chunk]
+        for slot, view in zip(layout.content, chunk.views(lease), strict=True):
+            if slot.parameter in self._reduced:
+                engine.gradients.add(
+                    bound.parameters[slot.parameter], view, event=event, owned=True
+                )

@@ -1,0 +1,114 @@
+"""Chunks as memory: where the masters of each chunk live and what a fetch copies from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from passes.plan import Chunk, Home
+from pstar_compile.runtime.memory import host_buffer
+from pstar_compile.runtime.parameter import ManagedParameter
+
+
+class StoredChunk:
+    """One chunk of real parameters.
+
+    With home ``host`` there is one contiguous host buffer that a fetch copies in one piece. If
+    the masters have the chunk's dtype, they live in that buffer; otherwise the buffer holds
+    compute copies that are cast from the masters before they are fetched.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        layout: Chunk,
+        *,
+        device: torch.device,
+        pinned: bool,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        self.buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._casts: list[tuple[Tensor, ManagedParameter]] = []
+        self._written: tuple[tuple[int, int], ...] | None = None
+        self._fetched: tuple[tuple[int, int], ...] | None = None
+        if layout.home is Home.DEVICE:
+            for parameter in parameters:
+                _move(parameter, parameter.master.detach().to(device))
+            return
+        self.buffer = host_buffer(layout.nbytes, pinned=pinned)
+        self._views = self.views(self.buffer)
+        for parameter, view in zip(parameters, self._views, strict=True):
+            if parameter.master.dtype == layout.dtype:
+                view.copy_(parameter.master.detach())
+                _move(parameter, view)
+            else:
+                self._casts.append((view, parameter))
+                _move(parameter, parameter.master.detach().to("cpu"))
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters' tensors inside a buffer with this chunk's layout, in content order."""
+        return [
+            buffer[slot.offset : slot.offset + slot.nbytes]
+            .view(self.layout.dtype)
+            .view(parameter.shape)
+            for slot, parameter in zip(self.layout.content, self.parameters, strict=True)
+        ]
+
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """A mark that changes when autograd's version counters say a master was written."""
+        return tuple((p.master._version, p.master.data_ptr()) for p in self.parameters)
+
+    def preparation(self, *, trust: bool) -> Callable[[], None] | None:
+        """What must run before the host buffer may be fetched; None: it is current.
+
+        ``trust`` takes the version counters' word for casts that were already made.
+        """
+        stale = [
+            (view, parameter)
+            for slot, view, parameter in zip(
+                self.layout.content, self._views, self.parameters, strict=True
+            )
+            if slot.nbytes
+            and parameter.master.dtype == self.layout.dtype
+            and parameter.master.data_ptr() != view.data_ptr()
+        ]
+        if self._casts:
+            written = self.written()
+            if not (trust and written == self._written):
+                self._written = written
+                stale += self._casts
+        if not stale:
+            return None
+
+        def prepare() -> None:
+            for view, parameter in stale:
+                view.copy_(parameter.master.detach())
+
+        return prepare
+
+    def fetched(self) -> None:
+        """A fetch copies the masters as they are now."""
+        self._fetched = self.written()
+
+    def unchanged(self) -> bool:
+        """Whether, by the version counters, no master was written since the last fetch."""
+        return self._fetched == self.written()
+
+    def release_masters(self) -> None:
+        """Give every master a storage of its own again."""
+        for parameter in self.parameters:
+            _move(parameter, parameter.master.detach().clone())
+
+
+def _move(parameter: ManagedParameter, data: Tensor) -> None:
+    """Let the master live in ``data``, keeping the nn.Parameter object and its gradient."""
+    master = parameter.master
+    with torch.no_grad(), torch.inference_mode(False):
+        grad, master.grad = master.grad, None
+        master.data = data
+        if grad is not None:
+            master.grad = grad.to(data.device)
