@@ -15,6 +15,7 @@ from passes.plan import Chunk, Home, Parameter, Slot, align
 
 _FRACTIONS = (2, 3, 4, 8)
 _APART = 8
+_SMALL = 16
 
 
 def chunk(
@@ -47,8 +48,9 @@ def chunk(
             index = order[position]
             packer.add(index, apart=spread.get(index, 1) > 1)
             position += 1
+    groups = _merge_small(packer.chunks, parameters, target_bytes)
     return tuple(
-        _layout(number, members, parameters, home) for number, members in enumerate(packer.chunks)
+        _layout(number, members, parameters, home) for number, members in enumerate(groups)
     )
 
 
@@ -114,6 +116,29 @@ class _Packer:
             kind = (parameter.dtype, parameter.requires_grad)
             sizes[kind] = sizes.get(kind, 0) + self._size(index)
         return sizes
+
+
+def _merge_small(
+    groups: Sequence[list[int]], parameters: Sequence[Parameter], target: int | None
+) -> list[list[int]]:
+    """Let what is small beside the target join its predecessor in use order, if that is of its
+    kind: a segment and a copy of its own would cost more than it moves.
+    """
+    merged: list[list[int]] = []
+    for members in groups:
+        size = sum(align(parameters[i].nbytes) for i in members)
+        kind = parameters[members[0]]
+        if (
+            target is not None
+            and merged
+            and size * _SMALL <= target
+            and (parameters[merged[-1][0]].dtype, parameters[merged[-1][0]].requires_grad)
+            == (kind.dtype, kind.requires_grad)
+        ):
+            merged[-1].extend(members)
+        else:
+            merged.append(list(members))
+    return merged
 
 
 def _signature(parameter: Parameter) -> tuple[object, ...]:

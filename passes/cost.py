@@ -7,6 +7,7 @@ segment costs the bytes that enter and leave it, or that pass between matmuls. V
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -18,14 +19,26 @@ from passes.plan import Rates
 from passes.segments import Segment
 
 
-def segment_seconds(segment: Segment, rates: Rates) -> float:
-    """Predicted seconds of one segment on the compute stream, launch latency not included."""
+def segment_seconds(
+    segment: Segment, rates: Rates, known: MutableMapping[fx.Node, int] | None = None
+) -> float:
+    """Predicted seconds of one segment on the compute stream, launch latency not included.
+
+    Args:
+        segment: the segment.
+        rates: the machine's.
+        known: operations of nodes that were counted before; filled on the way. Several cuts of one
+            graph then count each node once.
+    """
+    known = {} if known is None else known
     seconds = 0.0
     fused = 0
     for node in segment.inputs + segment.outputs:
         fused += _hinted_bytes(node)
     for node in segment.nodes:
-        flops = node_flops(node)
+        flops = known.get(node)
+        if flops is None:
+            flops = known[node] = node_flops(node)
         if flops == 0:
             continue
         moved = _hinted_bytes(node) + sum(_hinted_bytes(n) for n in node.all_input_nodes)

@@ -140,8 +140,9 @@ def outline(
     if captured.backward is not None:
         localize(captured.backward)
         backward = lifetimes(captured.backward.graph)
+    flops: dict[fx.Node, int] = {}
     if home is None:
-        whole = _outline(captured, (), forward, backward, rates)
+        whole = _outline(captured, (), forward, backward, rates, flops)
         peak = max(peaks(whole, None, captured.symbols), default=0)
         home = place(
             state_bytes=limits.state_bytes,
@@ -162,7 +163,7 @@ def outline(
                 start=len(fixed),
             ),
         )
-        candidate = _outline(captured, chunks, forward, backward, rates)
+        candidate = _outline(captured, chunks, forward, backward, rates, flops)
         score = _score(candidate, limits, choices, rates)
         if best is None or score < best[0]:
             best = (score, candidate)
@@ -250,6 +251,7 @@ def _outline(
     forward: Lifetimes,
     backward: Lifetimes | None,
     rates: Rates,
+    flops: dict[fx.Node, int],
 ) -> Outline:
     chunk_of = {s.parameter: c.index for c in chunks if c.home is Home.HOST for s in c.content}
     forward_segments = split(forward, chunk_of, graph=captured.forward.graph)
@@ -262,7 +264,7 @@ def _outline(
         chunks=chunks,
         forward=forward_segments,
         backward=backward_segments,
-        seconds=tuple(segment_seconds(s, rates) for s in segments),
+        seconds=tuple(segment_seconds(s, rates, flops) for s in segments),
     )
 
 
@@ -333,7 +335,7 @@ def _capacity(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits
         total = min(total, limits.arena_limit)
     if limits.budget_bytes is not None:
         total = min(total, limits.budget_bytes - _fixed_bytes(chunks, moments, limits))
-    return total // 256 * 256
+    return total
 
 
 def _fixed_bytes(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits) -> int:

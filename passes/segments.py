@@ -91,10 +91,17 @@ def split(
 
 
 def _starts(lifetimes: Lifetimes, chunk_of: Mapping[int, int]) -> set[int]:
+    """Positions at which segments start. A node that produces a gradient counts as a use of the
+    gradient's chunk, so that a chunk's gradient need not wait for another chunk's.
+    """
     starts = {0} if lifetimes.nodes else set()
+    produced: dict[int, set[int]] = {}
+    for position, parameter, _ in lifetimes.gradients:
+        if parameter in chunk_of:
+            produced.setdefault(position, set()).add(chunk_of[parameter])
     needs: set[int] | None = None
     for position, uses in enumerate(lifetimes.uses):
-        chunks = {chunk_of[p] for p in uses if p in chunk_of}
+        chunks = {chunk_of[p] for p in uses if p in chunk_of} | produced.get(position, set())
         if not chunks:
             continue
         if needs is None:

@@ -60,4 +60,4 @@ def test_format() -> None:
 
 @pytest.mark.parametrize("config", [BackendConfig, ManageConfig])
 def test_every_setting_has_a_default(config: type) -> None:
-    assert all(f.default is not MISSING for f in fields(config))
+    assert all((f.default, f.default_factory) != (MISSING, MISSING) for f in fields(config))
