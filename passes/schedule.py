@@ -22,11 +22,22 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.events import order
 from passes.offsets import Arena, Place, extent, pack
-from passes.plan import ALIGNMENT, Action, Chunk, Home, Kind, Moment, PlanError, Schedule, align
+from passes.plan import (
+    ALIGNMENT,
+    Action,
+    Chunk,
+    Direction,
+    Home,
+    Kind,
+    Moment,
+    PlanError,
+    Schedule,
+    align,
+)
 
 _RETRIES = 4
 """Moments for which prefetching is held back one by one before it is given up altogether."""
@@ -57,7 +68,11 @@ def schedule(
         raise _error(step, worst, needed, capacity_bytes)
     best = None
     if carry:
-        best = _carried(step, capacity_bytes, prefetch)
+        # Slots of one size make a ring whose places fall free in turn, so that the kept chunks
+        # come to lie where they began. Without them is the second choice.
+        slot = align(max((step.nbytes(c) for c in step.uses), default=0))
+        best = _carried(replace(step, slot=slot), capacity_bytes, prefetch)
+        best = best or _carried(step, capacity_bytes, prefetch)
     if best is None:
         try:
             best = _place(step, capacity_bytes, prefetch, {})
@@ -134,6 +149,7 @@ class _Step:
     uses: Mapping[int, list[int]]
     first_reduce: Mapping[int, int]
     last_reduce: Mapping[int, int]
+    slot: int = 0
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], moments: Sequence[Moment]) -> _Step:
@@ -162,6 +178,11 @@ class _Step:
 
     def nbytes(self, chunk: int) -> int:
         return self.chunks[chunk].nbytes
+
+    def space(self, chunk: int) -> int:
+        """Bytes of arena that a chunk is given: its own, or a whole slot if that is little more."""
+        nbytes = self.nbytes(chunk)
+        return self.slot if 0 < nbytes <= self.slot < 2 * nbytes else nbytes
 
     def next_use(self, chunk: int, position: int) -> int | None:
         """Position of the chunk's first use at or after ``position``."""
@@ -239,22 +260,25 @@ def _first_needed(
     step: _Step, capacity: int, prefetch: int | None, dropped: set[int]
 ) -> tuple[int, ...]:
     """As many of the first-needed chunks as leave room for what must rotate."""
+    # A chunk that the backward does not read would only lie there until the step ends.
+    late = next((i for i, m in enumerate(step.moments) if m.direction is Direction.BACKWARD), 0)
     candidates = sorted(
-        (c for c in step.uses if c not in dropped), key=lambda c: (step.uses[c][0], c)
+        (c for c in step.uses if c not in dropped and step.uses[c][-1] >= late),
+        key=lambda c: (step.uses[c][0], c),
     )
     kept: list[int] = []
     taken = 0
-    gradient = max((align(step.nbytes(c)) for c in step.first_reduce), default=0)
+    gradient = max((align(step.space(c)) for c in step.first_reduce), default=0)
     for c in candidates:
         room = gradient
-        rest = [align(step.nbytes(r)) for r in step.uses if r not in kept and r != c]
+        rest = [align(step.space(r)) for r in step.uses if r not in kept and r != c]
         if not gradient and rest:
             # Without a backward all other chunks stream past: two places let copies overlap.
             room = max(rest) * (1 if prefetch == 0 else 2)
-        if taken + align(step.nbytes(c)) + room > align(capacity):
+        if taken + align(step.space(c)) + room > align(capacity):
             break
         kept.append(c)
-        taken += align(step.nbytes(c))
+        taken += align(step.space(c))
     return tuple(kept)
 
 
@@ -354,7 +378,7 @@ class _Planner:
         begins: dict[int, int] = {}
         known = {c: o for c, o in self.kept.items() if o is not None}
         for chunk in sorted(self.kept, key=lambda c: (c not in known, self.step.uses[c][0], c)):
-            nbytes = self.step.nbytes(chunk)
+            nbytes = self.step.space(chunk)
             place = self.arena.place(nbytes, lambda key: None, preferred=known.get(chunk))
             if place is None:
                 raise _NoPlaceError(0)
@@ -416,7 +440,7 @@ class _Planner:
 
     def _put(self, chunk: int, offset: int) -> None:
         self.resident[chunk] = offset
-        self.arena.insert(_copy(chunk), offset, self.step.nbytes(chunk))
+        self.arena.insert(_copy(chunk), offset, self.step.space(chunk))
         self._act(Kind.FETCH, chunk, offset)
 
     def _bound(self, chunk: int, position: int) -> bool:
@@ -427,7 +451,7 @@ class _Planner:
         """Make the moment's chunks resident, whatever must leave for it."""
         needs = self.step.needs[position]
         missing = [c for c in needs if c not in self.resident]
-        for chunk in sorted(missing, key=lambda c: (-self.step.nbytes(c), c)):
+        for chunk in sorted(missing, key=lambda c: (-self.step.space(c), c)):
             place = None
             if self._bound(chunk, position):
                 place = self._there(
@@ -436,7 +460,7 @@ class _Planner:
                 )
             if place is None:
                 place = self._place_now(
-                    self.step.nbytes(chunk), self.kept.get(chunk), position, needs
+                    self.step.space(chunk), self.kept.get(chunk), position, needs
                 )
             if place is None:
                 self._lay_out(position)
@@ -452,8 +476,8 @@ class _Planner:
             raise _NoPlaceError(position)
         for chunk in list(self.resident):
             self._release(chunk)
-        fixed = [(offset, self.step.nbytes(c)) for c, offset in self.gradient.items()]
-        offsets = pack([self.step.nbytes(c) for c in needs], fixed, self.capacity)
+        fixed = [(offset, self.step.space(c)) for c, offset in self.gradient.items()]
+        offsets = pack([self.step.space(c) for c in needs], fixed, self.capacity)
         if offsets is None:
             raise _NoPlaceError(position)
         for chunk, offset in zip(needs, offsets, strict=True):
@@ -474,11 +498,11 @@ class _Planner:
                 heir = self.heir_of.pop(chunk, None)
                 if heir is not None:
                     self.gradient[heir] = offset
-                    self.arena.insert(_gradient(heir), offset, self.step.nbytes(heir))
+                    self.arena.insert(_gradient(heir), offset, self.step.space(heir))
 
     def _place_gradient(self, chunk: int, position: int) -> None:
         """A place for a gradient at its first contribution: its own chunk's, by preference."""
-        nbytes = self.step.nbytes(chunk)
+        nbytes = self.step.space(chunk)
         place = self._place_now(nbytes, self._last_place(chunk), position + 1, ())
         if place is None:
             raise _NoPlaceError(position)
@@ -530,7 +554,7 @@ class _Planner:
         if self._bound(chunk, use):
             place = self._there(chunk, leaves)
         else:
-            place = self.arena.place(self.step.nbytes(chunk), leaves, self.kept.get(chunk))
+            place = self.arena.place(self.step.space(chunk), leaves, self.kept.get(chunk))
         if place is None:
             return False
         for key in place.evict:
@@ -542,7 +566,7 @@ class _Planner:
         """The place where a kept chunk began, if what is there may leave."""
         offset = self.kept[chunk]
         assert offset is not None
-        evict = self.arena.overlapping(offset, self.step.nbytes(chunk))
+        evict = self.arena.overlapping(offset, self.step.space(chunk))
         if any(leaves(key) is None for key in evict):
             return None
         return Place(offset=offset, evict=evict)
@@ -551,31 +575,44 @@ class _Planner:
         """Whether a gradient due at ``first`` will find a place; reserves one if it must."""
         if chunk in self.gradient or chunk in self.heir_of.values():
             return True
-        nbytes = self.step.nbytes(chunk)
+        nbytes = self.step.space(chunk)
         own = self.step.uses.get(chunk, [])
         in_place = chunk in self.resident and chunk not in self.kept
         if in_place and (not own or own[-1] <= first):
             return True
+        if nbytes and self._inherit(chunk, first, position):
+            return True
         place = self.arena.place(nbytes, self._later_than(first, position))
         if place is None:
-            return self._inherit(chunk, first)
+            return False
         for key in place.evict:
             self._release(_chunk(key))
         self.gradient[chunk] = place.offset
         self.arena.insert(_gradient(chunk), place.offset, nbytes)
         return True
 
-    def _inherit(self, chunk: int, first: int) -> bool:
-        """Let a gradient take over the place of one that is offloaded before it is due."""
-        for other in (*self.gradient, *self.heir_of.values()):
-            if (
-                other not in self.heir_of
-                and self.step.last_reduce[other] < first
-                and self.step.nbytes(other) >= self.step.nbytes(chunk)
-            ):
-                self.heir_of[other] = chunk
-                return True
-        return False
+    def _inherit(self, chunk: int, first: int, position: int) -> bool:
+        """Let a gradient take over the place of one that is offloaded before it is due: a place
+        of its own, or that of a compute copy which its own gradient is going to replace. The last
+        such place is taken, for it is withheld from others for the shortest time."""
+        sources = [c for c in self.resident if self._replaced_by_gradient(c, position)]
+        sources += [*self.gradient, *self.heir_of.values()]
+        sources = [
+            c
+            for c in sources
+            if c not in self.heir_of
+            and self.step.last_reduce[c] < first
+            and self.step.space(c) >= self.step.space(chunk)
+        ]
+        if not sources:
+            return False
+        self.heir_of[max(sources, key=lambda c: (self.step.last_reduce[c], c))] = chunk
+        return True
+
+    def _replaced_by_gradient(self, chunk: int, position: int) -> bool:
+        """Whether a chunk's gradient will take the place of its compute copy."""
+        first = self.step.first_reduce.get(chunk, -1)
+        return chunk not in self.kept and self.step.uses[chunk][-1] <= first and first > position
 
 
 def _copy(chunk: int) -> int:

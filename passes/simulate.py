@@ -2,7 +2,8 @@
 
 In: chunks, moments, a schedule, the machine's rates. Out: when each action starts and ends. Each
 stream runs its actions in order; an action starts when its stream is free and all that it waits for
-is complete. Host time is taken to be free: launching runs ahead.
+is complete. Host time is taken to be free: launching runs ahead. The step follows an unchanged one:
+the first fetches of carried chunks take no time.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ def simulate(
     free = dict.fromkeys(Stream, 0.0)
     spans: list[tuple[float, float]] = []
     waited = 0.0
+    carried = set(schedule.carried)
     for action in schedule.actions:
         ready = max((spans[i][1] for i in action.after), default=0.0)
         start = max(free[action.stream], ready)
         if action.stream is Stream.COMPUTE:
             waited += start - free[Stream.COMPUTE]
-        end = start + _duration(action, seconds, rates)
+        if action.kind is Kind.FETCH and action.chunk in carried:
+            carried.remove(action.chunk)
+            end = start
+        else:
+            end = start + _duration(action, seconds, rates)
         free[action.stream] = end
         spans.append((start, end))
     return Timeline(
