@@ -125,19 +125,22 @@ def _merge_small(
     kind: a segment and a copy of its own would cost more than it moves.
     """
     merged: list[list[int]] = []
+    joined = 0
     for members in groups:
         size = sum(align(parameters[i].nbytes) for i in members)
         kind = parameters[members[0]]
         if (
             target is not None
             and merged
-            and size * _SMALL <= target
+            and (joined + size) * _SMALL <= target
             and (parameters[merged[-1][0]].dtype, parameters[merged[-1][0]].requires_grad)
             == (kind.dtype, kind.requires_grad)
         ):
             merged[-1].extend(members)
+            joined += size
         else:
             merged.append(list(members))
+            joined = 0
     return merged
 
 
