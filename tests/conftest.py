@@ -3,6 +3,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# Tensors are small here: threads gain nothing, and waiting for each other on shared cores costs.
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

@@ -81,6 +81,11 @@ class MLP(nn.Module):
         return x
 
 
+def blocks_of(model: GPT) -> list[nn.Module]:
+    """The blocks of a GPT."""
+    return list(model.blocks)
+
+
 def tokens(step: int, batch: int = 2, length: int = LENGTH) -> Tensor:
     """The token ids of a step: inputs and targets in one."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -175,14 +180,24 @@ def managed(
     arena: int | str | None = "64KiB",
     param_dtype: torch.dtype | None = None,
     dynamic: bool | None = None,
+    pieces: Callable[[Any], Sequence[nn.Module]] | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """The compiled model and the managed module behind it, paged through a small arena."""
+    """What to call, and the managed module behind it, paged through a small arena.
+
+    The whole model is compiled, or only the ``pieces`` of it, each on its own.
+    """
     pstar.manage(model, device="cpu", arena_memory=arena, param_dtype=param_dtype)
-    compiled = torch.compile(
-        model, backend="patrickstar", dynamic=dynamic, options={"inner": "eager", **options}
-    )
-    return compiled, model
+    settings: Any = {
+        "backend": "patrickstar",
+        "dynamic": dynamic,
+        "options": {"inner": "eager", **options},
+    }
+    if pieces is None:
+        return torch.compile(model, **settings), model
+    for piece in pieces(model):
+        piece.compile(**settings)
+    return model, model
 
 
 def record(loop: Loop, run: Any, model: nn.Module) -> dict[str, Any]:
