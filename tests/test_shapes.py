@@ -218,7 +218,7 @@ class _Metric(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Each token goes to the expert that its router likes best; which ones run is up to the data."""
+    """Each token goes to the expert that its router likes best; which ones is up to the data."""
 
     def __init__(self) -> None:
         super().__init__()
