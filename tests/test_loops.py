@@ -599,6 +599,15 @@ def test_a_parameter_written_between_forward_and_backward() -> None:
     assert_at_rest(model)
 
 
+def test_a_parameter_written_before_the_backward_of_the_other_forward() -> None:
+    compiled, model = managed(MLP(), arena=ARENA)
+    first, second = _loss(compiled, 0), _loss(compiled, 1)
+    second.backward()
+    adamw(model).step()
+    with pytest.raises(RuntimeError, match="modified in place"):
+        first.backward()
+
+
 def test_cross_entropy_inside_the_compiled_region() -> None:
     class WithLoss(GPT):
         def forward(self, ids: Tensor) -> Tensor:
