@@ -10,14 +10,15 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
 from torch import Tensor, fx
 
+from passes.graph import alias_root
 from passes.insert import insert
-from passes.pipeline import Choices, Limits, Outline, finish, lives, peaks
+from passes.pipeline import Captured, Choices, Limits, Outline, finish, lives, peaks
 from passes.plan import Chunk, Direction, Rates, StepPlan
 from pstar_compile import ops
 from pstar_compile.capture import SizeSource
@@ -25,7 +26,7 @@ from pstar_compile.compile_segments import CompiledSegments
 from pstar_compile.runtime.engine import Engine
 from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.run import BoundPlan, Run
-from pstar_compile.torch_compat import mark_boxed, run_boxed
+from pstar_compile.torch_compat import mark_boxed, run_boxed, storage_is_alive, weak_storage
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,10 @@ class Program:
         self._trust = trust
         self._variants: list[_Variant] = []
         self._by_sizes: dict[tuple[int, ...], _Variant] = {}
+        # What the masters' version counters were, by the storage of a value that each forward
+        # saved: a backward may come after other forwards, and after an optimizer's step.
+        self._witness = _witness(outline.captured)
+        self._versions: dict[object, tuple[int, ...]] = {}
         # The example sizes are planned now: what cannot fit is refused at compile time.
         self._variant(outline.captured.symbols)
 
@@ -164,11 +169,23 @@ class Program:
         if bound is None:
             bound = self._bind(variant, [args[i] for i in self._signature.forward_anchors])
             variant.bound[pointers] = bound
-        return self._execute(variant.forward, bound, Direction.FORWARD, args)
+        outputs = self._execute(variant.forward, bound, Direction.FORWARD, args)
+        if self._witness is not None:
+            self._versions = {
+                storage: versions
+                for storage, versions in self._versions.items()
+                if storage_is_alive(storage)
+            }
+            self._versions[weak_storage(outputs[self._witness[0]])] = bound.versions()
+        return outputs
 
     def _run_backward(self, args: list[Any]) -> Any:
         variant, bound = self._matching_forward(args)
         assert variant.backward is not None
+        if self._witness is not None:
+            versions = self._versions.get(weak_storage(args[self._witness[1]]))
+            if versions is not None:
+                bound.check_versions(versions)
         outputs = list(self._execute(variant.backward, bound, Direction.BACKWARD, args))
         for position, parameter in self._signature.anchor_gradients.items():
             outputs[position] = bound.parameters[parameter].zero
@@ -278,6 +295,24 @@ def _call_weakly(
         return method(program, args)
 
     return mark_boxed(call)
+
+
+def _witness(captured: Captured) -> tuple[int, int] | None:
+    """Position of a saved value among the forward's outputs and the backward's arguments; one
+    that the forward computes, so that no two forwards share its storage.
+    """
+    if captured.backward is None:
+        return None
+    outputs = list(cast(Sequence[Any], captured.forward.graph.output_node().args[0]))
+    for position, node in enumerate(captured.backward.graph.find_nodes(op="placeholder")):
+        saved = captured.saved.get(node)
+        if (
+            saved is not None
+            and isinstance(saved.meta.get("val"), Tensor)
+            and alias_root(saved).op != "placeholder"
+        ):
+            return outputs.index(saved), position
+    return None
 
 
 def _geometry(chunk: Chunk) -> tuple[object, ...]:

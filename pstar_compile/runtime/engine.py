@@ -80,9 +80,11 @@ class Engine:
         """
         for layout in layouts:
             members = [parameters[slot.parameter] for slot in layout.content]
-            chunk = StoredChunk(
-                members, layout, device=self.config.device, pinned=self.streams.pinned
-            )
+            # The first call may be one in inference mode; masters must not become its tensors.
+            with torch.inference_mode(False):
+                chunk = StoredChunk(
+                    members, layout, device=self.config.device, pinned=self.streams.pinned
+                )
             for member in members:
                 self.chunk_of[member] = chunk
 

@@ -41,7 +41,6 @@ class _Contribution:
 class _Pending:
     contributions: dict[ManagedParameter, list[_Contribution]] = field(default_factory=dict)
     requested: dict[ManagedParameter, None] = field(default_factory=dict)
-    queued: bool = False
 
 
 class Gradients:
@@ -68,8 +67,8 @@ class Gradients:
 
         ``grad`` may still be filled by an offload that ``event`` completes.
         """
+        pending = self._of_running_backward()
         with self._lock:
-            pending = self._pending.setdefault(backward_id(), _Pending())
             pending.contributions.setdefault(parameter, []).append(
                 _Contribution(grad.detach(), event, owned)
             )
@@ -77,13 +76,21 @@ class Gradients:
     def request(self, parameter: ManagedParameter) -> None:
         """Autograd accumulates into ``parameter``: deliver when the running backward is over."""
         parameter.anchor.grad = None
+        pending = self._of_running_backward()
+        with self._lock:
+            pending.requested[parameter] = None
+
+    def _of_running_backward(self) -> _Pending:
+        """What the running backward has gathered; it is over with when the backward is, also if
+        nothing was requested (``torch.autograd.grad``).
+        """
         backward = backward_id()
         with self._lock:
+            first = backward not in self._pending
             pending = self._pending.setdefault(backward, _Pending())
-            pending.requested[parameter] = None
-            queue, pending.queued = not pending.queued, True
-        if queue:
+        if first:
             call_after_backward(lambda: self._deliver(backward))
+        return pending
 
     def drop_abandoned(self) -> None:
         """Forget what a failed backward left behind. Call outside any backward."""

@@ -86,6 +86,29 @@ class BoundPlan:
         """Version counters of the masters that the backward reads."""
         return tuple(self.parameters[p].master._version for p in self.backward_reads)
 
+    def check_versions(self, forward: tuple[int, ...]) -> None:
+        """Raise if a master that the backward reads was written since its forward.
+
+        Args:
+            forward: what :meth:`versions` was then.
+
+        Raises:
+            RuntimeError: naming the parameters.
+        """
+        changed = [
+            self.parameters[p].name
+            for p, before, now in zip(self.backward_reads, forward, self.versions(), strict=True)
+            if before != now
+        ]
+        if changed:
+            self.engine.abandon_run()
+            raise RuntimeError(
+                f"parameters needed for the gradient computation were modified in place between "
+                f"forward and backward: {', '.join(changed[:5])}"
+                + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
+                + "; call backward() before the optimizer's step"
+            )
+
 
 def _residents_before(actions: Sequence[Action], backward: set[int]) -> dict[int, Action]:
     """The fetch of each chunk that is resident when the backward begins."""
@@ -158,19 +181,7 @@ class Run:
 
     def _continue(self, turn: Turn) -> None:
         bound = self._bound
-        if bound.versions() != turn.versions:
-            changed = [
-                bound.parameters[p].name
-                for p, before in zip(bound.backward_reads, turn.versions, strict=True)
-                if bound.parameters[p].master._version != before
-            ]
-            self._engine.abandon_run()
-            raise RuntimeError(
-                f"parameters needed for the gradient computation were modified in place between "
-                f"forward and backward: {', '.join(changed[:5])}"
-                + (f" and {len(changed) - 5} more" if len(changed) > 5 else "")
-                + "; call backward() before the optimizer's step"
-            )
+        bound.check_versions(turn.versions)
         self._events = turn.events
         self._offsets = {c: a.offset or 0 for c, a in bound.turn_residents.items()}
 
