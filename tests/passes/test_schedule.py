@@ -284,6 +284,7 @@ def _check(step: Step, room: float, prefetch: int | None, carry: bool) -> None:
     assert made.arena_bytes <= capacity
     assert made == attempt(capacity), "deterministic"
     verify(as_plan(step, made, slack=0))
+    _replay(step, made)
     assert carry or not made.carried
     if prefetch is not None and not carry:
         for action in made.actions:
@@ -293,6 +294,46 @@ def _check(step: Step, room: float, prefetch: int | None, carry: bool) -> None:
     has_backward = any(m.direction is Direction.BACKWARD for m in moments)
     if not has_backward:
         assert all(a.kind not in (Kind.REDUCE, Kind.OFFLOAD) for a in made.actions)
+
+
+def _replay(step: Step, made: Schedule) -> None:
+    """Run two steps, the second without the first fetches of carried chunks: everything that a
+    moment or an offload reads must be there, whole.
+    """
+    chunks, moments = step
+    arena: dict[int, str] = {}
+    for skipped in (set[int](), set(made.carried)):
+        gradients: dict[int, set[int]] = {}
+        for action in made.actions:
+            if action.kind is Kind.COMPUTE:
+                for needed in moments[action.moment].needs:
+                    if chunks[needed].home is Home.HOST:
+                        assert _held(arena, f"copy {needed}") == align(chunks[needed].nbytes)
+            if action.chunk is None or action.offset is None:
+                continue
+            chunk = action.chunk
+            places = range(action.offset, action.offset + action.nbytes, UNIT)
+            if action.kind is Kind.FETCH and chunk in skipped:
+                skipped.remove(chunk)
+            elif action.kind is Kind.FETCH:
+                arena = {at: what for at, what in arena.items() if what != f"copy {chunk}"}
+                arena |= dict.fromkeys(places, f"copy {chunk}")
+            elif action.kind is Kind.REDUCE and chunk not in gradients:
+                gradients[chunk] = {action.moment}
+                arena |= dict.fromkeys(places, f"gradient {chunk}")
+            elif action.kind is Kind.REDUCE:
+                assert _held(arena, f"gradient {chunk}") == align(action.nbytes)
+                gradients[chunk].add(action.moment)
+            elif action.kind is Kind.OFFLOAD:
+                assert _held(arena, f"gradient {chunk}") == align(action.nbytes)
+                assert all(arena[at] == f"gradient {chunk}" for at in places)
+                assert gradients[chunk] == {m.index for m in moments if chunk in m.reduces}
+                arena = {at: what for at, what in arena.items() if what != f"gradient {chunk}"}
+
+
+def _held(arena: dict[int, str], what: str) -> int:
+    """Bytes of the arena that hold this."""
+    return UNIT * sum(held == what for held in arena.values())
 
 
 def _next_use(step: Step, made: Schedule, fetch: int) -> int:
