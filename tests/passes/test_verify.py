@@ -45,6 +45,12 @@ def _tied() -> Step:
     return chunks_of_units(2, 1, 1), moments_of([0, 1], [2], [2], [1], [0], reduces=reduces)
 
 
+def _long() -> Step:
+    """The gradient of chunk 0 is there while others come and go."""
+    reduces = {3: [0, 2], 4: [1], 5: [0]}
+    return chunks_of_units(1, 1, 1), moments_of([0], [1], [2], [2], [1], [0], reduces=reduces)
+
+
 def _mixed() -> Step:
     """Two parameters a chunk, a chunk of the device, a frozen one and an empty one."""
     chunks = (
@@ -63,6 +69,7 @@ PLANS: dict[str, StepPlan] = {
     "on demand": planned(palindrome(5), 2 * UNIT, prefetch=0),
     "carried": planned(palindrome(7), 5 * UNIT, carry=True),
     "tied": planned(_tied(), 4 * UNIT),
+    "long": planned(_long(), 2 * UNIT),
     "mixed": planned(_mixed(), 9 * UNIT),
     "inference": planned(palindrome(4, trained=False), 2 * UNIT),
     "rotation": planned((chunks_of_units(1, 1, 1, 1), moments_of([0], [1], [2], [3])), 2 * UNIT),
