@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from passes.plan import (
     ALIGNMENT,
     Action,
-    Chunk,
     Direction,
     Home,
     Kind,
@@ -53,6 +52,9 @@ def _layout(plan: StepPlan) -> Iterable[str]:
             yield f"chunk at position {position} has index {chunk.index}"
         end = 0
         for slot in chunk.content:
+            if not 0 <= slot.parameter < len(plan.parameters):
+                yield f"chunk {chunk.index} names parameter {slot.parameter}, which does not exist"
+                continue
             parameter = plan.parameters[slot.parameter]
             where = f"parameter {parameter.name!r} in chunk {chunk.index}"
             if slot.parameter in owner:
@@ -89,9 +91,12 @@ def _order(plan: StepPlan) -> Iterable[str]:
         what = f"action {position} ({action.kind})"
         if action.index != position:
             yield f"{what} has index {action.index}"
-        if not moment <= action.moment < len(plan.moments):
-            yield f"{what} is issued at moment {action.moment}, after moment {moment}"
-        moment = max(moment, action.moment)
+        if not 0 <= action.moment < len(plan.moments):
+            yield f"{what} names moment {action.moment}, which does not exist"
+        else:
+            if action.moment < moment:
+                yield f"{what} is issued at moment {action.moment}, after moment {moment}"
+            moment = max(moment, action.moment)
         if action.kind is Kind.COMPUTE:
             computed.append(action.moment)
         elif action.chunk is None or not 0 <= action.chunk < len(plan.chunks):
@@ -106,7 +111,7 @@ def _order(plan: StepPlan) -> Iterable[str]:
 def _bytes(plan: StepPlan) -> Iterable[str]:
     arena = plan.schedule.arena_bytes
     for action in plan.schedule.actions:
-        if action.kind not in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+        if action.kind is Kind.COMPUTE:
             continue
         if action.chunk is None or not 0 <= action.chunk < len(plan.chunks):
             continue
@@ -115,6 +120,8 @@ def _bytes(plan: StepPlan) -> Iterable[str]:
         if chunk.home is Home.DEVICE:
             if action.kind is not Kind.REDUCE or action.offset is not None:
                 yield f"{what} moves a chunk whose home is the device"
+            continue
+        if action.kind in (Kind.WAIT, Kind.RELEASE):
             continue
         if action.nbytes != chunk.nbytes:
             yield f"{what} moves {action.nbytes} bytes of {chunk.nbytes}"
@@ -150,14 +157,23 @@ def _residency(plan: StepPlan) -> Iterable[str]:
     gradients: dict[int, tuple[int, int]] = {}
     first_offset: dict[int, int | None] = {}
     last_reduce = {c: m.index for m in plan.moments for c in m.reduces}
+    # What a step finds where the step before left it lies there until its first, skipped fetch.
+    found: dict[int, tuple[int, int]] = {}
+    for action in reversed(plan.schedule.actions):
+        if action.kind is Kind.FETCH and action.chunk in plan.schedule.carried:
+            assert action.chunk is not None and action.offset is not None
+            found[action.chunk] = (action.offset, action.offset + action.nbytes)
 
     def overlap(chunk: int, start: int, end: int) -> Iterable[str]:
-        for other, space in resident.items():
-            if start < space.end and space.start < end:
+        for other, held in resident.items():
+            if _overlaps((held.start, held.end), (start, end)):
                 yield f"overlaps resident chunk {other}"
-        for other, (low, high) in gradients.items():
-            if other != chunk and start < high and low < end:
+        for other, space in gradients.items():
+            if other != chunk and _overlaps(space, (start, end)):
                 yield f"overlaps the gradient of chunk {other}"
+        for other, space in found.items():
+            if _overlaps(space, (start, end)):
+                yield f"overlaps carried chunk {other} before its first fetch"
 
     for action in plan.schedule.actions:
         what = f"action {action.index} ({action.kind} chunk {action.chunk})"
@@ -181,6 +197,7 @@ def _residency(plan: StepPlan) -> Iterable[str]:
             end = action.offset + action.nbytes
             if chunk in resident:
                 yield f"{what} fetches a chunk that is resident"
+            found.pop(chunk, None)
             yield from (f"{what} {o}" for o in overlap(chunk, action.offset, end))
             if chunk in gradients and _overlaps(gradients[chunk], (action.offset, end)):
                 yield f"{what} overlaps the chunk's own gradient"
@@ -324,8 +341,9 @@ def _spans(
 ) -> Sequence[tuple[tuple[int, int], bool]]:
     """The byte ranges an action touches, and whether it writes them."""
     if action.kind is Kind.COMPUTE:
-        needs: list[Chunk] = [plan.chunks[c] for c in plan.moments[action.moment].needs]
-        return [(place[c.index], False) for c in needs if c.home is Home.HOST and c.nbytes]
+        # A chunk that was never fetched has no place; that is a problem of residency.
+        needs = [plan.chunks[c] for c in plan.moments[action.moment].needs if c in place]
+        return [(place[c.index], False) for c in needs if c.nbytes]
     if action.offset is None or not action.nbytes or action.chunk is None:
         return []
     span = (action.offset, action.offset + action.nbytes)
