@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# All GPU measurements in one run; results go to the directory given first.
+# GPU measurements in one run: gpu_all.sh OUTPUT_DIRECTORY CASE...
 set -u
-out=${1:?usage: gpu_all.sh OUTPUT_DIRECTORY}
+out=${1:?usage: gpu_all.sh OUTPUT_DIRECTORY CASE...}
+shift
 here=$(dirname "$0")
-for case in "paged --hidden 1024 --layers 8" fits paged memory; do
-  name=$(echo "$case" | tr -cd 'a-z0-9')
+for case in "$@"; do
   echo "== $case"
-  timeout 240 python3 "$here/gpu_steps.py" $case >"$out/$name.jsonl" 2>"$out/$name.log"
+  timeout 300 python3 "$here/gpu_steps.py" $case >"$out/$case.jsonl" 2>"$out/$case.log"
   status=$?
-  cat "$out/$name.jsonl"
+  cat "$out/$case.jsonl"
   if [ $status -ne 0 ]; then
-    # The first case is small: what breaks it breaks the others, too.
-    tail -n 40 "$out/$name.log"
+    tail -n 30 "$out/$case.log"
     exit $status
   fi
 done

@@ -1,7 +1,7 @@
 """Step time, compile time and memory on one CUDA GPU, two configurations side by side.
 
     python benchmarks/gpu_steps.py fits     # everything resident: ours against whole-graph Inductor
-    python benchmarks/gpu_steps.py paged    # an arena of six blocks against the resident step
+    python benchmarks/gpu_steps.py paged    # an arena of six slots against the resident step
     python benchmarks/gpu_steps.py memory   # predicted against measured peaks
     python benchmarks/gpu_steps.py paged --hidden 1024 --layers 8    # any other size
 
@@ -110,14 +110,16 @@ def fits(shape: Shape) -> None:
 
 
 def paged(shape: Shape) -> None:
-    """An arena of six blocks, compute copies in pinned host memory, against the resident step."""
+    """An arena of six slots, compute copies in pinned host memory, against the resident step."""
     plain = build(shape, device="cuda", dtype=torch.bfloat16)
     inductor = stepper(plain, torch.compile(plain, backend="inductor"), shape)
     report(result="first step, whole-graph Inductor", seconds=first_step_seconds(inductor))
     torch._dynamo.reset()
     peak = peak_of(inductor)
     report(result="peak, whole-graph Inductor", gib=peak / 2**30)
-    arena = 6 * (block_bytes(shape, torch.bfloat16) + 4096)
+    # Six slots; the token and position embeddings make the largest chunk.
+    embeddings = 2 * shape.hidden * (shape.vocabulary + shape.sequence)
+    arena = 6 * max(block_bytes(shape, torch.bfloat16) + 4096, embeddings + 4096)
     for trust in (True, False):
         model = build(shape, device="cuda", dtype=torch.bfloat16)
         start = time.perf_counter()
