@@ -6,8 +6,8 @@
     python benchmarks/gpu_steps.py paged --hidden 1024 --layers 8    # any other size
 
 Forward and backward without optimizer, bf16, checkpointed blocks, batch 8 x 1024. Both
-configurations live in one process and take turns; a ratio is the median over turns. Inductor's
-caches are off, so that compile times are those of a first compile. One JSON line per result.
+configurations live in one process and take turns; a ratio is the median over turns. Where compile
+times are reported, Inductor's caches are off. One JSON line per result.
 """
 
 from __future__ import annotations
@@ -179,6 +179,7 @@ def memory() -> None:
         block = block_bytes(shape, torch.bfloat16) + 4096
         head = shape.vocabulary * shape.hidden * 2
         for blocks in (4, 8, None):
+            started = time.perf_counter()
             gc.collect()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
@@ -204,6 +205,10 @@ def memory() -> None:
                 measured_gib=peak / 2**30,
                 first_step_gib=first / 2**30,
                 predicted_over_measured=plan.peak_device_bytes / peak,
+                predicted_live_gib=max(m.live_bytes for m in plan.moments) / 2**30,
+                at_moment=max(plan.moments, key=lambda m: m.live_bytes).index,
+                moments=len(plan.moments),
+                seconds=time.perf_counter() - started,
             )
             pstar.unmanage(model)
             del model, compiled, step, plan
@@ -218,7 +223,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.force_disable_caches = arguments.case != "memory"
     torch.set_float32_matmul_precision("high")
     report(
         case=arguments.case,
