@@ -107,6 +107,27 @@ def test_a_gradient_over_another_ones_bytes_waits_for_its_offload() -> None:
     assert made[10] == "reduce 1 @0 <8"
 
 
+def test_a_fetch_over_two_ranges_waits_for_the_users_of_both() -> None:
+    step = units(1, 1, 2), moments_of([0], [1], [2], reduces={0: [0]})
+    actions = [
+        _action(Kind.FETCH, 0, 0, 0),
+        _action(Kind.FETCH, 0, 1, 1),
+        _action(Kind.WAIT, 0, 0),
+        _action(Kind.COMPUTE, 0),
+        _action(Kind.RELEASE, 0, 0),
+        _action(Kind.REDUCE, 0, 0, 0),
+        _action(Kind.OFFLOAD, 0, 0, 0),
+        _action(Kind.WAIT, 1, 1),
+        _action(Kind.COMPUTE, 1),
+        _action(Kind.RELEASE, 1, 1),
+        replace(_action(Kind.FETCH, 2, 2, 0), nbytes=2 * UNIT),
+        _action(Kind.WAIT, 2, 2),
+        _action(Kind.COMPUTE, 2),
+        _action(Kind.RELEASE, 2, 2),
+    ]
+    assert _ordered(step, actions)[10] == "fetch 2 @0 <6,8"
+
+
 def _schedule(step: Step, room: float, prefetch: int | None, carry: bool) -> Schedule | None:
     chunks, moments = step
     smallest = smallest_capacity(chunks, moments, prefetch=prefetch, carry=carry)

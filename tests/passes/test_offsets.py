@@ -155,6 +155,11 @@ def test_extent_against_brute_force(sizes: list[int]) -> None:
     assert extent(sizes) == min(map(end, permutations(sizes)))
 
 
+def test_padding_may_reach_past_the_arenas_end() -> None:
+    assert pack([UNIT + 1, UNIT], (), 2 * UNIT + 1) == (UNIT, 0)
+    assert pack([UNIT + 1, UNIT], (), 2 * UNIT) is None
+
+
 @settings(max_examples=400, deadline=None)
 @given(_blocks(count=3), st.lists(_sizes, max_size=4), st.booleans())
 def test_pack_against_brute_force(

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from passes.plan import ALIGNMENT, Kind, PlanError, Rates, Stream
 from passes.schedule import schedule
 from passes.simulate import simulate
-from tests.passes.plans import F32, UNIT, Step, moments_of, palindrome, planned, random_steps, units
+from tests.passes.plans import (
+    F32,
+    RATES,
+    UNIT,
+    Step,
+    moments_of,
+    palindrome,
+    planned,
+    random_steps,
+    units,
+)
 
 MICRO = 1e-6
 
@@ -71,6 +81,20 @@ def test_prefetching_hides_transfers() -> None:
     assert none.h2d_bytes == some.h2d_bytes
     assert some.wait_seconds < none.wait_seconds / 2
     assert some.step_seconds < none.step_seconds
+
+
+def test_the_first_fetch_of_a_carried_chunk_takes_no_time() -> None:
+    plan = planned(palindrome(7), 5 * UNIT, carry=True)
+    carried = plan.schedule.carried
+    assert carried
+    spans = simulate(plan.chunks, plan.moments, plan.schedule, RATES).spans
+    seen = set()
+    for action in plan.actions(Kind.FETCH):
+        start, end = spans[action.index]
+        skipped = action.chunk in carried and action.chunk not in seen
+        assert end - start == pytest.approx(0.0 if skipped else UNIT / RATES.h2d)
+        seen.add(action.chunk)
+    assert any(sum(a.chunk == c for a in plan.actions(Kind.FETCH)) > 1 for c in carried)
 
 
 _rate = st.sampled_from([1e6, 1e8, 1e9, 1e12])

@@ -157,6 +157,25 @@ def drop_a_fetch(plan: StepPlan) -> Broken:
         yield _without(plan, action.index), rf"reads chunk {action.chunk}, which is not resident"
 
 
+def wait_without_a_fetch(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.FETCH):
+        yield (
+            _without(plan, action.index),
+            rf"\(wait chunk {action.chunk}\) waits for a chunk that is not resident",
+        )
+
+
+def release_twice(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.RELEASE):
+        actions = list(plan.schedule.actions)
+        actions.insert(action.index + 1, replace(action, index=len(actions)))
+        yield (
+            _with(plan, actions),
+            rf"action {action.index + 1} \(release chunk {action.chunk}\) releases a chunk that "
+            "is not resident",
+        )
+
+
 def drop_a_release(plan: StepPlan) -> Broken:
     for action in _of(plan, Kind.RELEASE):
         yield (
@@ -258,18 +277,34 @@ def fetch_on_top_of_something(plan: StepPlan) -> Broken:
             )
 
 
+def _first(plan: StepPlan, reduce: Action) -> bool:
+    """Whether it is the first contribution to its gradient."""
+    return next(a for a in _of(plan, Kind.REDUCE) if a.chunk == reduce.chunk) is reduce
+
+
 def reduce_on_top_of_something(plan: StepPlan) -> Broken:
     for action in _of(plan, Kind.REDUCE):
-        if action.offset is None or not action.nbytes:
+        if action.offset is None or not action.nbytes or not _first(plan, action):
             continue
-        for what, offset, chunk in _there(plan, action.index):
-            if chunk == action.chunk or offset + action.nbytes > plan.schedule.arena_bytes:
-                continue
-            yield (
-                _changed(plan, action.index, offset=offset),
-                rf"action {action.index} \(reduce chunk {action.chunk}\) overlaps {what}|"
-                rf"action {action.index} .* is not where the gradient's earlier contributions",
-            )
+        for what, offset, _ in _there(plan, action.index):
+            if offset + action.nbytes <= plan.schedule.arena_bytes:
+                yield (
+                    _changed(plan, action.index, offset=offset),
+                    rf"action {action.index} \(reduce chunk {action.chunk}\) overlaps {what}",
+                )
+
+
+def reduce_to_another_place(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.REDUCE):
+        if action.offset is None or not action.nbytes or _first(plan, action):
+            continue
+        for offset in range(0, plan.schedule.arena_bytes - action.nbytes + 1, ALIGNMENT):
+            if offset != action.offset:
+                yield (
+                    _changed(plan, action.index, offset=offset),
+                    rf"action {action.index} \(reduce chunk {action.chunk}\) is not where the "
+                    "gradient's earlier contributions are",
+                )
 
 
 # Events.
@@ -716,6 +751,8 @@ def move_a_chunk_of_the_device(plan: StepPlan) -> Broken:
 MUTATIONS: tuple[Mutation, ...] = (
     drop_a_wait,
     drop_a_fetch,
+    wait_without_a_fetch,
+    release_twice,
     drop_a_release,
     release_before_the_last_use,
     swap_a_wait_and_its_compute,
@@ -725,6 +762,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     fetch_what_is_resident,
     fetch_on_top_of_something,
     reduce_on_top_of_something,
+    reduce_to_another_place,
     fetch_over_what_is_being_read,
     fetch_over_what_is_being_offloaded,
     reduce_over_what_is_being_offloaded,
