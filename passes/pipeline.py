@@ -339,12 +339,7 @@ def _capacity(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits
 
 
 def _fixed_bytes(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits) -> int:
-    backward = any(m.direction is Direction.BACKWARD for m in moments)
-    states = sum(
-        c.nbytes * (2 if c.requires_grad and backward else 1)
-        for c in chunks
-        if c.home is Home.DEVICE
-    )
+    states = sum(c.nbytes for c in chunks if c.home is Home.DEVICE)
     return limits.reserved(chunks) + states + max((m.live_bytes for m in moments), default=0)
 
 

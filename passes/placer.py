@@ -204,6 +204,7 @@ class Placer:
         """Make the moment's chunks resident, whatever must leave for it."""
         needs = self.step.needs[position]
         missing = [c for c in needs if c not in self.resident]
+        placed: list[int] = []
         for chunk in sorted(missing, key=lambda c: (-self.step.space(c), c)):
             place = None
             if self._bound(chunk, position):
@@ -216,24 +217,41 @@ class Placer:
                     self.step.space(chunk), self.kept.get(chunk), position, needs
                 )
             if place is None:
+                self._take_back(placed)
                 self._lay_out(position)
                 return
             for key in place.evict:
                 self._release(_chunk(key))
             self._put(chunk, place.offset)
+            placed.append(chunk)
+
+    def _take_back(self, chunks: Collection[int]) -> None:
+        """Undo fetches of this moment that were put where others then found no room."""
+        for chunk in chunks:
+            del self.resident[chunk]
+            self.arena.remove(_copy(chunk))
+            last = max(
+                i for i, a in enumerate(self.actions) if a.kind is Kind.FETCH and a.chunk == chunk
+            )
+            del self.actions[last]
 
     def _lay_out(self, position: int) -> None:
-        """Clear everything but gradients, and pack the moment's chunks around them."""
+        """Clear everything but gradients and what was fetched ahead for this moment, and pack the
+        moment's chunks around them.
+        """
         needs = self.step.needs[position]
-        if any(c not in self.read for c in self.resident):
-            raise NoPlaceError(position)
         for chunk in list(self.resident):
-            self._release(chunk)
+            if chunk in self.read:
+                self._release(chunk)
+            elif chunk not in needs:
+                raise NoPlaceError(position)
         fixed = [(offset, self.step.space(c)) for c, offset in self.gradient.items()]
-        offsets = pack([self.step.space(c) for c in needs], fixed, self.capacity)
+        fixed += [(offset, self.step.space(c)) for c, offset in self.resident.items()]
+        missing = [c for c in needs if c not in self.resident]
+        offsets = pack([self.step.space(c) for c in missing], fixed, self.capacity)
         if offsets is None:
             raise NoPlaceError(position)
-        for chunk, offset in zip(needs, offsets, strict=True):
+        for chunk, offset in zip(missing, offsets, strict=True):
             self._put(chunk, offset)
 
     def _reduce(self, position: int, moment: Moment) -> None:

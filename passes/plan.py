@@ -219,17 +219,11 @@ class StepPlan:
 
     @property
     def device_state_bytes(self) -> int:
-        """Bytes of compute copies and gradients of chunks whose home is the device."""
-        return sum(
-            c.nbytes * (2 if c.requires_grad and self.has_backward else 1)
-            for c in self.chunks
-            if c.home is Home.DEVICE
-        )
+        """Bytes of compute copies of chunks whose home is the device.
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether the step has a backward graph."""
-        return any(m.direction is Direction.BACKWARD for m in self.moments)
+        Their gradients are values of the backward graph, so ``live_bytes`` counts them.
+        """
+        return sum(c.nbytes for c in self.chunks if c.home is Home.DEVICE)
 
     @property
     def peak_device_bytes(self) -> int:

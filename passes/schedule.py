@@ -14,7 +14,7 @@ Before (moments of a forward and a backward; room for two chunks)::
 
 After::
 
-    fetch 0, fetch 1, wait 0, compute m0, wait 1, compute m1, compute m2, release 1, reduce 1,
+    fetch 0, wait 0, compute m0, fetch 1, wait 1, compute m1, compute m2, release 1, reduce 1,
     offload 1, compute m3, release 0, reduce 0, offload 0
 """
 
