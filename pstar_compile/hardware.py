@@ -58,7 +58,11 @@ def rates_of(device: torch.device) -> Rates:
     """Rates of a device: the catalogue's for its name, or cautious ones for an unknown GPU."""
     if device.type != "cuda":
         return _CPU
-    name = torch.cuda.get_device_name(device)
+    return named_rates(torch.cuda.get_device_name(device))
+
+
+def named_rates(name: str) -> Rates:
+    """The catalogue's rates for a GPU's name, or cautious ones for an unknown GPU."""
     for fragment, rates in _CATALOGUE.items():
         if fragment in name:
             return rates
