@@ -36,13 +36,16 @@ def is_memory(node: fx.Node, op: Literal["fetch", "reduce"]) -> bool:
     return isinstance(decision, MemoryNode) and decision.op == op
 
 
-# Ops that return their input itself when there is nothing to do, whatever their schema says.
+# Ops that return their input, or views of it, whatever their schemas say.
 _MAY_ALIAS = frozenset(
     {
         torch.ops.aten.contiguous.default,
         torch.ops.aten.reshape.default,
         torch.ops.aten._unsafe_view.default,
         torch.ops.aten._reshape_alias.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+        torch.ops.aten.unsafe_chunk.default,
     }
 )
 

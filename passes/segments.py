@@ -14,6 +14,7 @@ Without chunks the whole graph is one segment.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -61,15 +62,17 @@ def split(
     """
     starts = _starts(lifetimes, chunk_of)
     segment_of: dict[fx.Node, int] = {}
-    position_segment: list[int] = []
     current = -1
     for position, node in enumerate(lifetimes.nodes):
         if position in starts:
             current += 1
-        position_segment.append(current)
         segment_of[node] = current
     count = current + 1
     members: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in lifetimes.nodes:
+        if node.target is operator.getitem:
+            # A tuple never leaves the segment that makes it.
+            segment_of[node] = segment_of[node.all_input_nodes[0]]
     for node in graph.nodes:
         if node in segment_of:
             members[segment_of[node]].append(node)
@@ -81,7 +84,7 @@ def split(
                 members[owner].append(node)
     gradients: list[list[tuple[int, fx.Node]]] = [[] for _ in range(count)]
     for position, parameter, value in lifetimes.gradients:
-        home = 0 if position < 0 else position_segment[position]
+        home = 0 if position < 0 else segment_of[lifetimes.nodes[position]]
         gradients[home].append((parameter, value))
     symbol_inputs = _symbol_inputs(graph)
     return tuple(

@@ -29,7 +29,7 @@ from pstar_compile.config import BackendConfig, ManageConfig
 from pstar_compile.hardware import library_bytes, rates_of
 from pstar_compile.program import Program, Signature
 from pstar_compile.runtime.engine import Engine
-from pstar_compile.runtime.parameter import ManagedParameter
+from pstar_compile.runtime.parameter import ManagedParameter, masters
 from pstar_compile.torch_compat import aot_compile, inductor_decompositions
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,11 @@ _warned_unmanaged = False
 def _engine_without_manage(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Engine:
     """An engine for a graph without anchors: everything stays where it is."""
     global _warned_unmanaged
-    plain = [v for v in (*example_inputs, *gm.parameters()) if isinstance(v, nn.Parameter)]
+    plain = [
+        v
+        for v in (*example_inputs, *gm.parameters())
+        if isinstance(v, nn.Parameter) and v not in masters
+    ]
     if plain and not _warned_unmanaged:
         _warned_unmanaged = True
         log.warning(

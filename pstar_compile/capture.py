@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from passes.graph import META, MemoryNode, alias_root, is_view, memory_nodes, tensors_of
+from passes.graph import META, MemoryNode, alias_root, is_memory, is_view, memory_nodes, tensors_of
 from pstar_compile import ops
 from pstar_compile.torch_compat import (
     checkpoint_region,
@@ -143,13 +143,14 @@ def _cut_anchor_gradients(backward: fx.GraphModule) -> dict[int, int]:
 
 
 def _own_gradients(graph: fx.Graph) -> None:
-    """Copy a gradient that is one of the graph's inputs (``y = x + bias`` passes its tangent on):
-    ``p.grad`` must not share memory with a tensor of the user's.
+    """Copy a gradient that is one of the graph's inputs (``y = x + bias`` passes its tangent on)
+    or a parameter: ``p.grad`` must not share memory with a tensor of the user's or a chunk.
     """
     for node in memory_nodes(graph, "reduce"):
         grad = node.args[0]
         assert isinstance(grad, fx.Node)
-        if alias_root(grad).op == "placeholder":
+        root = alias_root(grad)
+        if root.op == "placeholder" or is_memory(root, "fetch"):
             with graph.inserting_before(node):
                 clone = graph.call_function(torch.ops.aten.clone.default, (grad,))
             clone.meta = {"val": torch.ops.aten.clone.default(grad.meta["val"])}

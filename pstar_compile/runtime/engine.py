@@ -16,7 +16,7 @@ from pstar_compile.runtime.cuda import CudaStreams
 from pstar_compile.runtime.gradients import Gradients
 from pstar_compile.runtime.memory import HostPool
 from pstar_compile.runtime.on_demand import OnDemand
-from pstar_compile.runtime.parameter import ManagedParameter
+from pstar_compile.runtime.parameter import ManagedParameter, masters
 from pstar_compile.runtime.stats import Counters, Stats
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.streams import Event, Streams
@@ -55,6 +55,7 @@ class Engine:
         self.last_plan: object | None = None
         self.running = False
         self._step_ended = True
+        self._step_graphs: set[object] = set()
         for parameter in parameters:
             parameter.engine = self
 
@@ -105,12 +106,16 @@ class Engine:
         self.resident.clear()
         self.turn = None
 
-    def start_step_if_due(self) -> None:
-        """Reset the counters when a new step begins: a forward after a backward."""
-        if self._step_ended:
+    def start_step_if_due(self, graph: object) -> None:
+        """Reset the counters when a new step begins: with the first forward after a backward, or
+        when a graph runs forward that ran in this step already.
+        """
+        if self._step_ended or graph in self._step_graphs:
             self._step_ended = False
+            self._step_graphs.clear()
             self.counters.start_step()
             self.streams.start_step()
+        self._step_graphs.add(graph)
 
     def end_step(self) -> None:
         """The next forward begins a new step."""
@@ -122,15 +127,13 @@ class Engine:
         """A forward outside a plan begins: every fetch is on demand."""
         if not self.on_demand.in_forward:
             self.gradients.drop_abandoned()
-            self.start_step_if_due()
+            self.start_step_if_due(None)
         self.on_demand.begin_forward()
 
     @without_dynamo
     def end_eager_forward(self) -> None:
         """The forward outside a plan that began last ends."""
         self.on_demand.end_forward()
-        if not self.on_demand.in_forward and not torch.is_grad_enabled():
-            self.end_step()
 
     def stats(self) -> Stats:
         """What the last step did."""
@@ -156,6 +159,7 @@ class Engine:
         self.streams.close()
         for parameter in self.parameters:
             parameter.engine = None
+            masters.pop(parameter.master, None)
 
     def _on_demand_limit(self, needed: int) -> int | None:
         if self.home is Home.DEVICE:

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pstar_compile import ops
 
 if TYPE_CHECKING:
     from pstar_compile.runtime.engine import Engine
+
+
+masters = WeakIdKeyDictionary()
+"""The masters of managed models, by identity."""
 
 
 class ManagedParameter:
@@ -35,6 +40,7 @@ class ManagedParameter:
             self.zero = torch.zeros(1, dtype=dtype, device=device)
         self.anchor.requires_grad_(master.requires_grad)
         ops.bind(self.anchor, self)
+        masters[master] = True
         if dtype.is_floating_point or dtype.is_complex:
             self._request_on_accumulate()
 

@@ -151,7 +151,7 @@ class Run:
     def _begin_forward(self) -> None:
         engine, bound = self._engine, self._bound
         engine.gradients.drop_abandoned()
-        engine.start_step_if_due()
+        engine.start_step_if_due(bound)
         engine.last_plan = bound.source
         if not engine.on_demand.in_forward:
             engine.on_demand.drop_all()
@@ -201,8 +201,6 @@ class Run:
         engine.running = False
         if forward and backward_follows:
             engine.turn = Turn(self._bound, self._events, self._bound.versions())
-        else:
-            engine.end_step()
 
     def _copy_in(self, action: Action) -> None:
         engine = self._engine
