@@ -38,14 +38,13 @@ def localize(gm: fx.GraphModule) -> fx.GraphModule:
         used = [n for n in node.all_input_nodes if n in derived]
         if not used:
             continue
+        copies: dict[fx.Node, fx.Node] = {}
+        replacements: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(node):
-            copies: dict[fx.Node, fx.Node] = {}
             for value in used:
                 copy = _copy_chain(graph, value, copies)
-                if node.op == "output":
-                    copy = _clone(graph, copy)
-                copies[value] = copy
-        _replace_inputs(node, copies)
+                replacements[value] = _clone(graph, copy) if node.op == "output" else copy
+        _replace_inputs(node, replacements)
     for node in reversed(views):
         if not node.users:
             graph.erase_node(node)

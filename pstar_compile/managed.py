@@ -74,7 +74,7 @@ class ManagedModule:
                         scope.engine.config.device,
                         converted.device,
                     )
-                    converted = converted.to(scope.engine.config.device)
+                    converted = buffer.to(converted.dtype)
                 module._buffers[name] = converted
         return self
 
