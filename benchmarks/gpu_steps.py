@@ -3,11 +3,13 @@
     python benchmarks/gpu_steps.py fits     # everything resident: ours against whole-graph Inductor
     python benchmarks/gpu_steps.py paged    # an arena of six slots against the resident step
     python benchmarks/gpu_steps.py memory   # predicted against measured peaks
+    python benchmarks/gpu_steps.py compile  # seconds of the first step, a fresh process for each
     python benchmarks/gpu_steps.py paged --hidden 1024 --layers 8    # any other size
 
-Forward and backward without optimizer, bf16, checkpointed blocks, batch 8 x 1024. Both
-configurations live in one process and take turns; a ratio is the median over turns. Where compile
-times are reported, Inductor's caches are off. One JSON line per result.
+Forward and backward without optimizer, bf16, checkpointed blocks, batch 8 x 1024; the gradients
+are dropped unread (``p.grad = None``). Two configurations that are compared live in one process and
+take turns; a ratio is the median over turns. Where compile times are reported, Inductor's caches
+start empty. One JSON line per result.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ import argparse
 import gc
 import json
 import logging
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +57,8 @@ def stepper(model: GPT, compiled: Callable[..., Tensor], shape: Shape) -> Step:
     def step() -> Tensor:
         loss = compiled(inputs, targets)
         loss.backward()
-        model.zero_grad(set_to_none=True)
+        for parameter in model.parameters():
+            parameter.grad = None
         return loss.detach()
 
     return step
@@ -66,22 +73,21 @@ def first_step_seconds(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def gpu_ms(step: Step, steps: int) -> float:
-    """Milliseconds a step, by CUDA events over ``steps`` steps."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+def step_ms(step: Step, steps: int) -> float:
+    """Milliseconds a step over ``steps`` steps, all copies of the last one included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     for _ in range(steps):
         step()
-    end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / steps
+    return (time.perf_counter() - start) / steps * 1000
 
 
-def compare(name: str, first: Step, second: Step, *, turns: int = 8, steps: int = 4) -> None:
+def compare(name: str, first: Step, second: Step, *, turns: int = 6, steps: int = 8) -> None:
     """Report the ratio of the second step's time to the first's, in alternating turns."""
     for step in (first, second):
-        gpu_ms(step, 3)
-    pairs = [(gpu_ms(first, steps), gpu_ms(second, steps)) for _ in range(turns)]
+        step_ms(step, 3)
+    pairs = [(step_ms(first, steps), step_ms(second, steps)) for _ in range(turns)]
     ratios = [b / a for a, b in pairs]
     losses = [[step().item() for _ in range(3)] for step in (first, second)]
     report(
@@ -100,45 +106,38 @@ def fits(shape: Shape) -> None:
     """Everything resident: ours against whole-graph Inductor."""
     plain = build(shape, device="cuda", dtype=torch.bfloat16)
     inductor = stepper(plain, torch.compile(plain, backend="inductor"), shape)
-    report(result="first step, whole-graph Inductor", seconds=first_step_seconds(inductor))
-    torch._dynamo.reset()
     model = pstar.manage(build(shape, device="cuda", dtype=torch.bfloat16), device="cuda")
     compiled = torch.compile(model, backend="patrickstar")
     ours = stepper(model, compiled, shape)
-    report(result="first step, everything fits", seconds=first_step_seconds(ours))
     compare("everything fits / whole-graph Inductor", inductor, ours)
 
 
 def paged(shape: Shape) -> None:
-    """An arena of six slots, compute copies in pinned host memory, against the resident step."""
+    """An arena of six blocks, compute copies in pinned host memory, against the resident step."""
     plain = build(shape, device="cuda", dtype=torch.bfloat16)
     inductor = stepper(plain, torch.compile(plain, backend="inductor"), shape)
-    report(result="first step, whole-graph Inductor", seconds=first_step_seconds(inductor))
-    torch._dynamo.reset()
-    peak = peak_of(inductor)
-    report(result="peak, whole-graph Inductor", gib=peak / 2**30)
-    # Six slots; the token and position embeddings make the largest chunk.
-    embeddings = 2 * shape.hidden * (shape.vocabulary + shape.sequence)
-    arena = 6 * max(block_bytes(shape, torch.bfloat16) + 4096, embeddings + 4096)
-    for trust in (True, False):
+    inductor()
+    report(result="peak, whole-graph Inductor", gib=peak_of(inductor) / 2**30)
+    held = torch.cuda.memory_allocated()
+    for name, arena, trust in (
+        ("six blocks, embeddings, head", arena_bytes(shape, blocks=6, others=2), True),
+        ("six blocks, embeddings, head", arena_bytes(shape, blocks=6, others=2), False),
+        ("six slots for all", arena_bytes(shape, blocks=0, others=6), True),
+    ):
         model = build(shape, device="cuda", dtype=torch.bfloat16)
-        start = time.perf_counter()
         pstar.manage(model, device="cuda", arena_memory=arena)
         compiled = torch.compile(
             model, backend="patrickstar", options={"trust_version_counters": trust}
         )
         ours = stepper(model, compiled, shape)
-        report(
-            result="first step, paged",
-            seconds=first_step_seconds(ours),
-            with_manage_seconds=time.perf_counter() - start,
-        )
+        ours()
+        report(result="peak, paged, beside the plain model", gib=(peak_of(ours) - held) / 2**30)
         plan = pstar.last_plan(compiled)
-        name = f"paged (trust_version_counters={trust}) / resident Inductor"
-        compare(name, inductor, ours)
+        name = f"paged: {name}, trust_version_counters={trust}"
+        compare(f"{name} / resident Inductor", inductor, ours)
         stats = pstar.stats(model)
         report(
-            result=f"traffic, trust_version_counters={trust}",
+            result=f"traffic, {name}",
             planned_h2d=plan.h2d_bytes,
             carried=plan.carried_bytes,
             executed_h2d=stats.h2d_bytes,
@@ -154,9 +153,52 @@ def paged(shape: Shape) -> None:
         )
         pstar.unmanage(model)
         del model, compiled, ours, plan
-        torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def arena_bytes(shape: Shape, *, blocks: int, others: int) -> int:
+    """Bytes of an arena for some blocks and some chunks of the embeddings' size."""
+    block = block_bytes(shape, torch.bfloat16) + 4096
+    embeddings = 2 * shape.hidden * (shape.vocabulary + shape.sequence) + 4096
+    return blocks * block + others * embeddings
+
+
+def first(shape: Shape, name: str) -> None:
+    """Seconds of the first step of one configuration, in this process."""
+    arena = arena_bytes(shape, blocks=6, others=2) if name == "paged" else None
+    model = build(shape, device="cuda", dtype=torch.bfloat16)
+    if name != "inductor":
+        pstar.manage(model, device="cuda", arena_memory=arena)
+    compiled = torch.compile(model, backend="inductor" if name == "inductor" else "patrickstar")
+    step = stepper(model, compiled, shape)
+    seconds = first_step_seconds(step)
+    report(
+        result="first step",
+        configuration=name,
+        hidden=shape.hidden,
+        layers=shape.layers,
+        seconds=seconds,
+        later_step_s=step_ms(step, 3) / 1000,
+    )
+
+
+def compile_times(cases: Sequence[tuple[int, int, str]]) -> None:
+    """First steps, each in a fresh process with empty caches."""
+    for hidden, layers, name in cases:
+        with tempfile.TemporaryDirectory() as caches:
+            subprocess.run(
+                [
+                    *(sys.executable, __file__, "first", "--configuration", name),
+                    *("--hidden", str(hidden), "--layers", str(layers)),
+                ],
+                env={
+                    **os.environ,
+                    "TORCHINDUCTOR_CACHE_DIR": caches,
+                    "TRITON_CACHE_DIR": f"{caches}/triton",
+                },
+                check=True,
+            )
 
 
 def peak_of(step: Step) -> int:
@@ -218,12 +260,23 @@ def memory() -> None:
 def main() -> None:
     """Run one case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=("fits", "paged", "memory"))
+    parser.add_argument("case", choices=("fits", "paged", "memory", "compile", "first"))
+    parser.add_argument(
+        "--configuration", choices=("inductor", "fits", "paged"), default="inductor"
+    )
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--layers", type=int)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    torch._inductor.config.force_disable_caches = arguments.case != "memory"
+    if arguments.case == "first":
+        for name in ("pstar_compile", "passes"):
+            logging.getLogger(name).setLevel(logging.DEBUG)
+    if arguments.case == "compile":
+        compile_times(
+            [(2048, 24, name) for name in ("inductor", "fits")]
+            + [(4096, 20, name) for name in ("inductor", "paged")]
+        )
+        return
     torch.set_float32_matmul_precision("high")
     report(
         case=arguments.case,
@@ -236,6 +289,9 @@ def main() -> None:
     hidden, layers = (2048, 24) if arguments.case == "fits" else (4096, 20)
     hidden, layers = arguments.hidden or hidden, arguments.layers or layers
     shape = Shape(hidden=hidden, layers=layers, heads=hidden // 128)
+    if arguments.case == "first":
+        first(shape, arguments.configuration)
+        return
     (fits if arguments.case == "fits" else paged)(shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from passes.liveness import Live
 from passes.segments import Segment
 from pstar_compile.config import Inner
 from pstar_compile.inductor_memory import MemoryEvent, memory_events, peak_bytes
-from pstar_compile.torch_compat import inductor_compile, run_boxed
+from pstar_compile.torch_compat import inductor_compile, kernels_together, run_boxed
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +68,18 @@ def compile_segments(
         parameter_values: the FakeTensor of each parameter's compute copy.
         inner: "inductor" or "eager".
     """
+    started = time.perf_counter()
     by_fingerprint: dict[str, SegmentCode] = {}
     code: dict[int, SegmentCode] = {}
-    for moment, (segment, source) in enumerate(segments):
-        extracted = extract(segment, source, parameter_values)
-        found = by_fingerprint.get(extracted.fingerprint)
-        if found is None:
-            found = by_fingerprint[extracted.fingerprint] = _compile(extracted.module, inner)
-        code[moment] = found
-    log.debug("%d segments, %d distinct", len(code), len(by_fingerprint))
+    with kernels_together():
+        for moment, (segment, source) in enumerate(segments):
+            extracted = extract(segment, source, parameter_values)
+            found = by_fingerprint.get(extracted.fingerprint)
+            if found is None:
+                found = by_fingerprint[extracted.fingerprint] = _compile(extracted.module, inner)
+            code[moment] = found
+    seconds = time.perf_counter() - started
+    log.debug("%d segments, %d distinct: %.2f s", len(code), len(by_fingerprint), seconds)
     return CompiledSegments(code=code, distinct=len(by_fingerprint))
 
 

@@ -7,7 +7,8 @@ Each function names what it leans on. Checked by the test suite on torch 2.13.0 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -111,6 +112,31 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     return compiled, str(getattr(compiled, "source_code", ""))
 
 
+@contextmanager
+def kernels_together() -> Iterator[None]:
+    """Let the kernels of all graphs compiled inside build in parallel; wait for them at the end.
+
+    Each compiled graph's module waits for its own kernels when it is loaded, so that one graph
+    after another would leave most of Inductor's compile workers idle.
+    Private: ``torch._inductor.async_compile.AsyncCompile.wait``, which those modules call.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    wait = AsyncCompile.wait
+    modules: list[tuple[AsyncCompile, dict[str, Any]]] = []
+
+    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        modules.append((self, scope))
+
+    AsyncCompile.wait = later  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+    for compiler, scope in modules:
+        compiler.wait(scope)
+
+
 def run_boxed(gm: fx.GraphModule) -> BoxedCallable:
     """Make a graph take its inputs in one list, which it empties, so that each value is freed at
     its last use. Private: ``torch.fx.graph._BoxedCodeGen``.
@@ -143,6 +169,13 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 def backward_id() -> int:
     """Which backward is running on this thread; -1 outside. Private: ``torch._C``."""
     return int(torch._C._current_graph_task_id())
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether anybody is told of this parameter's gradients. Private: where the hooks are kept."""
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def apply_gradient_hooks(parameter: nn.Parameter, grad: Tensor) -> Tensor:

@@ -24,6 +24,10 @@ class _CudaEvent:
             self.launch.wait_host()
         self.event.synchronize()
 
+    def reached(self) -> bool:
+        launched = self.launch is None or self.launch.reached()
+        return launched and bool(self.event.query())
+
     def queue_on(self, stream: torch.cuda.Stream) -> None:
         if self.launch is not None:
             self.launch.wait_host()

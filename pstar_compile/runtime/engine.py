@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from passes.plan import Chunk, Home
 from pstar_compile.config import ManageConfig, format_bytes
+from pstar_compile.runtime.arriving import settle
 from pstar_compile.runtime.cpu import CpuStreams
 from pstar_compile.runtime.cuda import CudaStreams
 from pstar_compile.runtime.gradients import Gradients
@@ -22,6 +25,8 @@ from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.streams import Event, Streams
 from pstar_compile.torch_compat import without_dynamo
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class Turn:
@@ -30,6 +35,15 @@ class Turn:
     bound: object
     events: dict[int, Event]
     versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Bytes ``[start, end)`` of the arena that an offload still reads until ``event``."""
+
+    start: int
+    end: int
+    event: Event
 
 
 class Engine:
@@ -49,7 +63,7 @@ class Engine:
         self.arena_generation = 0
         self.resident: dict[StoredChunk, int] = {}
         self.turn: Turn | None = None
-        self.last_offload: Event | None = None
+        self._leaving: list[Leaving] = []
         # Compiled graph -> its state, which lives as long as the model does.
         self.compiled: dict[Any, Any] = {}
         self.last_plan: object | None = None
@@ -79,6 +93,7 @@ class Engine:
 
         ``parameters`` are indexed by the layouts' slots.
         """
+        started = time.perf_counter()
         for layout in layouts:
             members = [parameters[slot.parameter] for slot in layout.content]
             # The first call may be one in inference mode; masters must not become its tensors.
@@ -88,6 +103,7 @@ class Engine:
                 )
             for member in members:
                 self.chunk_of[member] = chunk
+        log.debug("%d chunks in place: %.2f s", len(layouts), time.perf_counter() - started)
 
     def ensure_arena(self, nbytes: int) -> Tensor:
         """The arena, at least ``nbytes`` long. A new one is empty."""
@@ -105,6 +121,15 @@ class Engine:
         self.arena = None
         self.resident.clear()
         self.turn = None
+
+    def leaves(self, leaving: Leaving) -> None:
+        """An offload was started that later runs must not overtake."""
+        self._leaving.append(leaving)
+
+    def still_leaving(self) -> tuple[Leaving, ...]:
+        """The offloads of earlier runs that may still read the arena."""
+        self._leaving = [each for each in self._leaving if not each.event.reached()]
+        return tuple(self._leaving)
 
     def start_step_if_due(self, graph: object) -> None:
         """Reset the counters when a new step begins: with the first forward after a backward, or
@@ -144,7 +169,7 @@ class Engine:
         self.streams.synchronize()
         self.resident.clear()
         self.turn = None
-        self.last_offload = None
+        self._leaving.clear()
         self.running = False
         self._step_ended = True
 
@@ -153,6 +178,8 @@ class Engine:
         self.release_arena()
         self.streams.synchronize()
         self.on_demand.drop_all()
+        for parameter in self.parameters:
+            settle(parameter.master)
         for chunk in dict.fromkeys(self.chunk_of.values()):
             chunk.release_masters()
         self.chunk_of.clear()

@@ -35,9 +35,14 @@ def host_buffer(nbytes: int, *, pinned: bool) -> Tensor:
                 error,
             )
         else:
-            unregister = torch.cuda.cudart().cudaHostUnregister
-            weakref.finalize(buffer, unregister, address).atexit = False
+            weakref.finalize(buffer, _unpin, address).atexit = False
     return buffer
+
+
+def _unpin(address: int) -> None:
+    # A copy may still be running: the last tensor on a buffer can be dropped without reading it.
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostPool:

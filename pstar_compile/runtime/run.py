@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from passes.plan import Action, Direction, Home, Kind, StepPlan
-from pstar_compile.runtime.engine import Engine, Turn
+from pstar_compile.runtime.engine import Engine, Leaving, Turn
 from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.streams import Event
@@ -135,6 +135,7 @@ class Run:
         self._offsets: dict[int, int] = {}
         self._reduced: set[int] = set()
         self._fence: tuple[Event, ...] = ()
+        self._leaving = engine.still_leaving()
         if engine.running:
             engine.abandon_run()
         turn, engine.turn = engine.turn, None
@@ -155,7 +156,7 @@ class Run:
         engine.last_plan = bound.source
         if not engine.on_demand.in_forward:
             engine.on_demand.drop_all()
-        self._wait_for_earlier_runs()
+        self._fence = (engine.streams.mark(),)
         keep: dict[StoredChunk, int] = {}
         if self._trust:
             firsts: dict[int, Action] = {}
@@ -170,14 +171,14 @@ class Run:
                     keep[chunk] = offset
         engine.resident = keep
 
-    def _wait_for_earlier_runs(self) -> None:
-        # The plan orders accesses within one step only. Whatever an earlier run left in flight
-        # in the arena comes first: offloads before the compute stream, both before new fetches.
-        engine = self._engine
-        if engine.last_offload is not None:
-            engine.streams.wait(engine.last_offload)
-            engine.last_offload = None
-        self._fence = (engine.streams.mark(),)
+    def _leaving_from(self, action: Action) -> list[Event]:
+        """What must leave an action's bytes first. The plan orders accesses within one step only;
+        this orders a step behind the offloads of earlier ones, and ``_fence`` its fetches behind
+        their compute.
+        """
+        assert action.offset is not None
+        end = action.offset + action.nbytes
+        return [e.event for e in self._leaving if e.start < end and action.offset < e.end]
 
     def _continue(self, turn: Turn) -> None:
         bound = self._bound
@@ -188,7 +189,7 @@ class Run:
     def _begin_backward_alone(self) -> None:
         # Another run used the arena since this backward's forward: what the plan expects to be
         # resident is fetched again.
-        self._wait_for_earlier_runs()
+        self._fence = (self._engine.streams.mark(),)
         self._engine.resident = {}
         for action in self._bound.turn_residents.values():
             self._copy_in(action)
@@ -208,6 +209,7 @@ class Run:
         chunk = self._bound.chunks[action.chunk]
         after = [self._events[i] for i in action.after if i in self._events]
         after.extend(self._fence)
+        after.extend(self._leaving_from(action))
         self._fence = ()
         assert chunk.buffer is not None
         self._events[action.index] = engine.streams.fetch(
@@ -279,6 +281,8 @@ class Run:
             for parameter, grad in zip(parameters, grads, strict=True):
                 engine.gradients.add(bound.parameters[parameter], grad, owned=True)
             return
+        for event in self._leaving_from(action):
+            engine.streams.wait(event)
         for before in action.after:
             if before in self._events:
                 engine.streams.wait(self._events[before])
@@ -309,7 +313,8 @@ class Run:
         event = engine.streams.offload(
             lease, engine.arena[action.offset : action.offset + action.nbytes], after
         )
-        self._events[index] = engine.last_offload = event
+        self._events[index] = event
+        engine.leaves(Leaving(action.offset, action.offset + action.nbytes, event))
         engine.counters.d2h_bytes += action.nbytes
         layout = bound.plan.chunks[action.chunk]
         for slot, view in zip(layout.content, chunk.views(lease), strict=True):

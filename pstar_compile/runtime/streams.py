@@ -15,6 +15,9 @@ class Event(Protocol):
     def wait_host(self) -> None:
         """Block the calling thread until the point is reached; raise what the stream raised."""
 
+    def reached(self) -> bool:
+        """Whether the stream is past this point, well or not."""
+
 
 class Streams(Protocol):
     """Copy streams and the compute stream of one device.

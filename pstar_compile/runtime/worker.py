@@ -27,8 +27,7 @@ class Job:
         finally:
             self._done.set()
 
-    @property
-    def done(self) -> bool:
+    def reached(self) -> bool:
         """Whether the job has ended, well or not."""
         return self._done.is_set()
 
@@ -71,7 +70,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Whether every job given so far has ended."""
-        return self._last is None or self._last.done
+        return self._last is None or self._last.reached()
 
     def drain(self) -> None:
         """Block until every job given so far has ended, whatever its outcome."""
