@@ -6,7 +6,7 @@ shift
 here=$(dirname "$0")
 for case in "$@"; do
   echo "== $case"
-  timeout 300 python3 "$here/gpu_steps.py" $case >"$out/$case.jsonl" 2>"$out/$case.log"
+  timeout 330 python3 "$here/gpu_steps.py" $case >"$out/$case.jsonl" 2>"$out/$case.log"
   status=$?
   cat "$out/$case.jsonl"
   if [ $status -ne 0 ]; then

@@ -120,9 +120,9 @@ def paged(shape: Shape) -> None:
     report(result="peak, whole-graph Inductor", gib=peak_of(inductor) / 2**30)
     held = torch.cuda.memory_allocated()
     for name, arena, trust in (
-        ("six blocks, embeddings, head", arena_bytes(shape, blocks=6, others=2), True),
-        ("six blocks, embeddings, head", arena_bytes(shape, blocks=6, others=2), False),
-        ("six slots for all", arena_bytes(shape, blocks=0, others=6), True),
+        ("six slots", arena_bytes(shape, slots=6), True),
+        ("eight slots", arena_bytes(shape, slots=8), True),
+        ("six slots", arena_bytes(shape, slots=6), False),
     ):
         model = build(shape, device="cuda", dtype=torch.bfloat16)
         pstar.manage(model, device="cuda", arena_memory=arena)
@@ -157,16 +157,15 @@ def paged(shape: Shape) -> None:
         torch.cuda.empty_cache()
 
 
-def arena_bytes(shape: Shape, *, blocks: int, others: int) -> int:
-    """Bytes of an arena for some blocks and some chunks of the embeddings' size."""
-    block = block_bytes(shape, torch.bfloat16) + 4096
-    embeddings = 2 * shape.hidden * (shape.vocabulary + shape.sequence) + 4096
-    return blocks * block + others * embeddings
+def arena_bytes(shape: Shape, *, slots: int) -> int:
+    """Bytes of an arena of so many largest chunks: a block, or tokens and positions together."""
+    embeddings = 2 * shape.hidden * (shape.vocabulary + shape.sequence)
+    return slots * (max(block_bytes(shape, torch.bfloat16), embeddings) + 4096)
 
 
 def first(shape: Shape, name: str) -> None:
     """Seconds of the first step of one configuration, in this process."""
-    arena = arena_bytes(shape, blocks=6, others=2) if name == "paged" else None
+    arena = arena_bytes(shape, slots=6) if name == "paged" else None
     model = build(shape, device="cuda", dtype=torch.bfloat16)
     if name != "inductor":
         pstar.manage(model, device="cuda", arena_memory=arena)
@@ -180,6 +179,11 @@ def first(shape: Shape, name: str) -> None:
         layers=shape.layers,
         seconds=seconds,
         later_step_s=step_ms(step, 3) / 1000,
+        phases={
+            phase: round(sum(times), 1)
+            for phase, times in torch._dynamo.utils.compilation_time_metrics.items()
+            if sum(times) > 0.5
+        },
     )
 
 

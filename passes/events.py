@@ -25,6 +25,7 @@ from passes.plan import Action, Chunk, Home, Kind, Moment, Stream
 
 _STREAMS = tuple(Stream)
 _NEVER = -1
+_SOURCE = {Kind.WAIT: Kind.FETCH, Kind.OFFLOAD: Kind.REDUCE, Kind.DISCARD: Kind.OFFLOAD}
 
 Clock = tuple[int, ...]
 """Per stream, the last action known to be complete."""
@@ -78,10 +79,12 @@ def order(
         span = None
         if action.offset is not None and action.nbytes:
             span = action.offset, action.offset + action.nbytes
-        # A wait and an offload name their source even when it is implied: it is what they mean.
-        source = {Kind.WAIT: Kind.FETCH, Kind.OFFLOAD: Kind.REDUCE}.get(action.kind)
+        # These name their source even when it is implied: it is what they mean. What is discarded
+        # before it is offloaded was offloaded by the step before.
+        source = _SOURCE.get(action.kind)
         if source is not None:
-            after: tuple[int, ...] = (latest[source, action.chunk],)
+            before = latest.get((source, action.chunk))
+            after: tuple[int, ...] = () if before is None else (before,)
         elif span and action.kind in (Kind.FETCH, Kind.REDUCE):
             after = _needed(touched.latest(*span), stream, seen[stream], done)
         else:

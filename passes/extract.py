@@ -148,6 +148,9 @@ class _Describer:
             return "(" + "; ".join(self._describe(v) for v in value) + ")"
         if isinstance(value, torch.SymInt):
             return self._size(value)
+        if isinstance(value, torch.Generator):
+            # Each checkpointed layer has a generator object of its own.
+            return f"generator {value.device}"
         return repr(value)
 
     def _size(self, size: Any) -> str:

@@ -1,6 +1,7 @@
 """The list of passes, from two captured graphs to a verified step plan.
 
-    localize -> lifetimes -> (place) -> chunk -> split -> liveness, cost -> schedule -> verify
+    localize -> lifetimes -> (place) -> chunk -> split -> liveness, cost, gradients -> schedule
+    -> verify
 
 ``outline`` runs up to the segments: their boundaries follow from the chunks' uses alone. The caller
 may then compile the segments and read their real peaks. ``finish`` makes the schedule for one set
@@ -19,6 +20,7 @@ from torch import fx
 
 from passes.chunking import candidate_sizes, chunk
 from passes.cost import segment_seconds
+from passes.gradients import whole_gradients
 from passes.lifetimes import Lifetimes, lifetimes
 from passes.liveness import Live, liveness
 from passes.localize import localize
@@ -312,6 +314,7 @@ def _numbered(chunks: Sequence[Chunk], *, start: int) -> list[Chunk]:
 
 def _moments(outlined: Outline, live: Sequence[int]) -> tuple[Moment, ...]:
     chunk_of = {s.parameter: c.index for c in outlined.chunks for s in c.content}
+    at_once = whole_gradients(outlined.segments, outlined.chunks)
     moments = []
     for index, segment in enumerate(outlined.segments):
         forward = index < len(outlined.forward)
@@ -323,6 +326,7 @@ def _moments(outlined: Outline, live: Sequence[int]) -> tuple[Moment, ...]:
                 reduces=tuple(dict.fromkeys(chunk_of[p] for p, _ in segment.gradients)),
                 seconds=outlined.seconds[index],
                 live_bytes=live[index],
+                direct=at_once[index],
             )
         )
     return tuple(moments)

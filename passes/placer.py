@@ -96,6 +96,8 @@ class Placer:
         begins = self._begin()
         for position, moment in enumerate(self.step.moments):
             self.position = position
+            for chunk in self.step.direct.discards.get(position, ()):
+                self._act(Kind.DISCARD, chunk)
             self._need(position)
             for chunk in self.step.needs[position]:
                 if chunk not in self.waited:
@@ -120,7 +122,7 @@ class Placer:
 
     def _demands(self) -> list[tuple[int, bool, int]]:
         """All demands for a place by time: position, whether it is for a gradient, chunk."""
-        demands = [(p, False, c) for p, needs in enumerate(self.step.needs) for c in needs]
+        demands = [(p, False, c) for c, uses in self.step.uses.items() for p in uses]
         demands += [(p, True, c) for c, p in self.step.first_reduce.items()]
         return sorted(demands)
 
@@ -143,7 +145,11 @@ class Placer:
         return begins
 
     def _act(self, kind: Kind, chunk: int | None, offset: int | None = None) -> None:
-        moves = chunk is not None and kind in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD)
+        nbytes = 0
+        if chunk is not None and kind in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+            nbytes = self.step.nbytes(chunk)
+            if kind is not Kind.FETCH:
+                nbytes = self.step.direct.nbytes.get(chunk, nbytes)
         self.actions.append(
             Action(
                 index=len(self.actions),
@@ -151,7 +157,7 @@ class Placer:
                 moment=self.step.moments[self.position].index,
                 chunk=chunk,
                 offset=offset,
-                nbytes=self.step.nbytes(chunk) if moves and chunk is not None else 0,
+                nbytes=nbytes,
             )
         )
 
@@ -258,6 +264,10 @@ class Placer:
         for chunk in moment.reduces:
             if self.step.chunks[chunk].home is Home.DEVICE:
                 self._act(Kind.REDUCE, chunk)
+                continue
+            if chunk in self.step.direct.nbytes:
+                self._act(Kind.REDUCE, chunk)
+                self._act(Kind.OFFLOAD, chunk)
                 continue
             if chunk not in self.gradient:
                 self._place_gradient(chunk, position)

@@ -53,6 +53,7 @@ class Kind(StrEnum):
     RELEASE = "release"
     REDUCE = "reduce"
     OFFLOAD = "offload"
+    DISCARD = "discard"
 
 
 STREAM_OF: Mapping[Kind, Stream] = {
@@ -62,6 +63,7 @@ STREAM_OF: Mapping[Kind, Stream] = {
     Kind.RELEASE: Stream.COMPUTE,
     Kind.REDUCE: Stream.COMPUTE,
     Kind.OFFLOAD: Stream.D2H,
+    Kind.DISCARD: Stream.COMPUTE,
 }
 
 
@@ -108,8 +110,10 @@ class Moment:
     """One segment of the step, in execution order: forward moments first, then backward.
 
     ``needs`` are the chunks whose parameters the segment reads; ``reduces`` the chunks that
-    receive a gradient contribution when it ends. ``live_bytes`` is the peak of non-model data
-    while it runs, ``seconds`` its predicted compute time.
+    receive a gradient contribution when it ends. ``direct`` are those of them whose whole gradient
+    it produces, in contiguous tensors that may leave as they are, each with the gradient's bytes.
+    ``live_bytes`` is the peak of non-model data while it runs, ``seconds`` its predicted compute
+    time.
     """
 
     index: int
@@ -118,6 +122,7 @@ class Moment:
     reduces: tuple[int, ...]
     seconds: float
     live_bytes: int
+    direct: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,12 +138,17 @@ class Action:
                the first one of a step writes, later ones add
     offload    copy the chunk's finished gradient from ``offset`` to its home; the bytes are free
                once this action is complete
+    discard    make the compute stream wait for an offload without ``offset``, and give the
+               gradient's memory back
     =========  ====================================================================================
 
     ``after`` lists earlier actions *on other streams* whose completion this action's stream waits
     for; order inside one stream is implied. ``moment`` is the moment at which the action is
     issued: fetch and wait before or after the moment's compute as their place in the list says.
     For chunks whose home is the device, ``reduce`` has no ``offset`` and there is no other action.
+    A ``reduce`` and ``offload`` of a host chunk without ``offset`` leave the gradient where the
+    segment put it and copy it from there (see pass ``direct``); it is discarded later in the step,
+    or, if the step ends first, in the next one.
     """
 
     index: int

@@ -6,7 +6,8 @@ every chunk lives on the device, only computes and reduces are left.
 A chunk is fetched as early as a place is free for it, in the order of next uses; what is resident
 makes room only if it is used again later than what comes in (Belady, with static offsets). So no
 fetch is ever given up before its use, and whatever is next can always be placed. A gradient takes
-the place of its own chunk when nothing else reads that chunk, else a place reserved ahead.
+the place of its own chunk when nothing else reads that chunk, else a place reserved ahead; or it
+needs none (see ``direct``).
 
 Before (moments of a forward and a backward; room for two chunks)::
 
@@ -20,7 +21,7 @@ After::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from passes.events import order
@@ -142,7 +143,8 @@ def _carried(step: Step, capacity: int, prefetch: int | None) -> Placed | None:
         if not kept:
             break
         try:
-            placed = place_step(step, capacity, prefetch, {c: begins.get(c) for c in kept})
+            returning = _returning(step, kept)
+            placed = place_step(returning, capacity, prefetch, {c: begins.get(c) for c in kept})
         except NoPlaceError:
             dropped.add(kept[-1])
             continue
@@ -159,24 +161,35 @@ def _carried(step: Step, capacity: int, prefetch: int | None) -> Placed | None:
     return best
 
 
+def _returning(step: Step, kept: Collection[int]) -> Step:
+    """The step with a use at its end for what the next step reads and the backward does not: it
+    makes room for the chunks between, and comes back before the end.
+    """
+    late = next((i for i, m in enumerate(step.moments) if m.direction is Direction.BACKWARD), 0)
+    uses = {
+        c: [*at, len(step.moments)] if c in kept and at[-1] < late else at
+        for c, at in step.uses.items()
+    }
+    return replace(step, uses=uses)
+
+
 def _first_needed(
     step: Step, capacity: int, prefetch: int | None, dropped: set[int]
 ) -> tuple[int, ...]:
     """As many of the first-needed chunks as leave room for what must rotate."""
-    # A chunk that the backward does not read would only lie there until the step ends.
-    late = next((i for i, m in enumerate(step.moments) if m.direction is Direction.BACKWARD), 0)
     candidates = sorted(
-        (c for c in step.uses if c not in dropped and step.uses[c][-1] >= late),
-        key=lambda c: (step.uses[c][0], c),
+        (c for c in step.uses if c not in dropped), key=lambda c: (step.uses[c][0], c)
     )
+    inference = all(m.direction is Direction.FORWARD for m in step.moments)
     kept: list[int] = []
     taken = 0
-    gradient = max((align(step.space(c)) for c in step.first_reduce), default=0)
+    end = len(step.moments) - 1
+    gradient = max((align(step.space(c)) for c in step.gradients(end)[1]), default=0)
     for c in candidates:
         room = gradient
         rest = [align(step.space(r)) for r in step.uses if r not in kept and r != c]
-        if not gradient and rest:
-            # Without a backward all other chunks stream past: two places let copies overlap.
+        if inference and rest:
+            # All other chunks stream past: two places let copies overlap.
             room = max(rest) * (1 if prefetch == 0 else 2)
         if taken + align(step.space(c)) + room > align(capacity):
             break

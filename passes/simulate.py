@@ -65,7 +65,7 @@ def _duration(action: Action, seconds: dict[int, float], rates: Rates) -> float:
             return action.nbytes / rates.h2d + rates.transfer_latency
         case Kind.OFFLOAD:
             return action.nbytes / rates.d2h + rates.transfer_latency
-        case Kind.REDUCE:
+        case Kind.REDUCE if action.offset is not None:
             return 2 * action.nbytes / rates.memory
         case _:
             return 0.0

@@ -9,13 +9,17 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.direct import Direct, direct
 from passes.offsets import extent
 from passes.plan import Chunk, Home, Moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """The moments by position, and where the host chunks are used and reduced."""
+    """The moments by position, and where the host chunks are used and reduced.
+
+    ``first_reduce`` and ``last_reduce`` tell of gradients that need a place in the arena.
+    """
 
     chunks: Mapping[int, Chunk]
     moments: tuple[Moment, ...]
@@ -23,12 +27,14 @@ class Step:
     uses: Mapping[int, list[int]]
     first_reduce: Mapping[int, int]
     last_reduce: Mapping[int, int]
+    direct: Direct
     slot: int = 0
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], moments: Sequence[Moment]) -> Step:
         """The step of these moments, which need not be numbered from 0."""
         by_index = {chunk.index: chunk for chunk in chunks}
+        leaving = direct(chunks, moments)
         needs = []
         uses: dict[int, list[int]] = {}
         first: dict[int, int] = {}
@@ -39,7 +45,7 @@ class Step:
             for c in host:
                 uses.setdefault(c, []).append(position)
             for c in moment.reduces:
-                if by_index[c].home is Home.HOST:
+                if by_index[c].home is Home.HOST and c not in leaving.nbytes:
                     first.setdefault(c, position)
                     last[c] = position
         return cls(
@@ -49,6 +55,7 @@ class Step:
             uses=uses,
             first_reduce=first,
             last_reduce=last,
+            direct=leaving,
         )
 
     def nbytes(self, chunk: int) -> int:

@@ -40,7 +40,7 @@ def verify(plan: StepPlan) -> None:
     ]
     # The replays assume that chunks and moments exist.
     if not problems:
-        problems = [*_residency(plan), *_gradients(plan), *_races(plan)]
+        problems = [*_residency(plan), *_gradients(plan), *_direct(plan), *_races(plan)]
     if problems:
         raise VerificationError(tuple(problems))
 
@@ -121,7 +121,9 @@ def _bytes(plan: StepPlan) -> Iterable[str]:
             if action.kind is not Kind.REDUCE or action.offset is not None:
                 yield f"{what} moves a chunk whose home is the device"
             continue
-        if action.kind in (Kind.WAIT, Kind.RELEASE):
+        if action.kind in (Kind.WAIT, Kind.RELEASE, Kind.DISCARD):
+            continue
+        if action.offset is None and action.kind in (Kind.REDUCE, Kind.OFFLOAD):
             continue
         if action.nbytes != chunk.nbytes:
             yield f"{what} moves {action.nbytes} bytes of {chunk.nbytes}"
@@ -215,8 +217,9 @@ def _residency(plan: StepPlan) -> Iterable[str]:
                 yield f"{what} releases a chunk that is not resident"
             elif not resident.pop(chunk).read:
                 yield f"{what} releases a chunk that was fetched but not read"
+        elif action.offset is None:
+            continue
         elif action.kind is Kind.REDUCE:
-            assert action.offset is not None
             space = (action.offset, action.offset + action.nbytes)
             if chunk not in gradients:
                 yield from (f"{what} {o}" for o in overlap(chunk, *space))
@@ -224,7 +227,6 @@ def _residency(plan: StepPlan) -> Iterable[str]:
             elif gradients[chunk] != space:
                 yield f"{what} is not where the gradient's earlier contributions are"
         elif action.kind is Kind.OFFLOAD:
-            assert action.offset is not None
             space = (action.offset, action.offset + action.nbytes)
             if gradients.pop(chunk, None) != space:
                 yield f"{what} offloads bytes that hold no gradient of it"
@@ -232,7 +234,7 @@ def _residency(plan: StepPlan) -> Iterable[str]:
                 yield f"{what} comes before the chunk's last reduce"
     carried = set(plan.schedule.carried)
     for chunk, left in resident.items():
-        if not left.read:
+        if not left.read and chunk not in carried:
             yield f"chunk {chunk} is fetched by action {left.fetch} and never read"
         if chunk not in carried:
             yield f"chunk {chunk} is still resident at the end of the step"
@@ -269,6 +271,55 @@ def _gradients(plan: StepPlan) -> Iterable[str]:
     for chunk in sorted(owed | set(offloaded)):
         if offloaded.get(chunk, 0) != (chunk in owed):
             yield f"the gradient of chunk {chunk} is offloaded {offloaded.get(chunk, 0)} times"
+
+
+def _direct(plan: StepPlan) -> Iterable[str]:
+    """Gradients without a place leave whole from the moment that produces them, and are held, over
+    the step's end where need be, in memory that the step's largest moment needs anyway.
+    """
+    ceiling = max((m.live_bytes for m in plan.moments), default=0)
+    offloaded: dict[int, int] = {}
+    reduced: dict[int, int] = {}
+    held: dict[int, int] = {}
+    for action in plan.schedule.actions:
+        if action.kind is Kind.OFFLOAD and action.offset is None and action.chunk is not None:
+            held[action.chunk] = action.nbytes
+        elif action.kind is Kind.DISCARD and action.chunk is not None:
+            held.pop(action.chunk, None)
+    for action in plan.schedule.actions:
+        what = f"action {action.index} ({action.kind} chunk {action.chunk})"
+        chunk = action.chunk
+        if action.kind is Kind.COMPUTE:
+            moment = plan.moments[action.moment]
+            if moment.live_bytes + sum(held.values()) > ceiling:
+                yield (
+                    f"moment {action.moment} holds {sum(held.values())} bytes of gradients beside "
+                    f"{moment.live_bytes} bytes of non-model data, over the step's {ceiling}"
+                )
+            continue
+        if chunk is None or plan.chunks[chunk].home is Home.DEVICE:
+            continue
+        if action.kind is Kind.DISCARD:
+            if held.pop(chunk, None) is None:
+                yield f"{what} discards a gradient that is not held"
+            if chunk in offloaded and offloaded[chunk] not in action.after:
+                yield f"{what} does not wait for the offload"
+        elif action.kind is Kind.REDUCE and action.offset is None:
+            reduced[chunk] = action.index
+            whole = dict(plan.moments[action.moment].direct).get(chunk)
+            if whole is None or sum(chunk in m.reduces for m in plan.moments) != 1:
+                yield f"{what} has no place, but moment {action.moment} is not all of its gradient"
+            elif whole != action.nbytes:
+                yield f"{what} has {action.nbytes} bytes of a gradient of {whole}"
+        elif action.kind is Kind.OFFLOAD and action.offset is None:
+            if chunk not in reduced or reduced[chunk] not in action.after:
+                yield f"{what} does not wait for a reduce that left the gradient where it is"
+            elif plan.schedule.actions[reduced[chunk]].nbytes != action.nbytes:
+                yield f"{what} does not move the whole gradient"
+            if chunk in held:
+                yield f"{what} comes while the chunk's earlier gradient is still held"
+            held[chunk] = action.nbytes
+            offloaded[chunk] = action.index
 
 
 class _Accesses:

@@ -276,9 +276,13 @@ def test_the_plan_is_the_truth(arena: str, param_dtype: torch.dtype | None) -> N
         assert stats.arena_peak_bytes == plan.arena_bytes
         assert stats.fetches == sum(a.kind is Kind.FETCH for a in plan.schedule.actions)
         assert stats.on_demand_fetches == stats.on_demand_bytes == stats.carried_bytes == 0
-        # Every gradient is copied once; the tied weight counts once.
-        chunks = sum(c.nbytes for c in plan.chunks if c.requires_grad)
-        assert stats.d2h_bytes == chunks
+        # Every gradient is copied once, with its chunk or from where it was computed.
+        left = [a for a in plan.schedule.actions if a.kind is Kind.OFFLOAD]
+        assert {a.chunk for a in left} == {c.index for c in plan.chunks if c.requires_grad}
+        for action in left:
+            chunk = plan.chunks[action.chunk]
+            content = sum(slot.nbytes for slot in chunk.content)
+            assert action.nbytes == (content if action.offset is None else chunk.nbytes)
 
 
 def test_inference_traffic_is_the_plans() -> None:

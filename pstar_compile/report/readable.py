@@ -93,6 +93,10 @@ def _comment(target: str, action: Action, plan: StepPlan) -> str:
         return f"{what}: not read again from here"
     if action.kind is Kind.REDUCE and chunk.home is Home.DEVICE:
         return f"{what}: gradient stays on the device"
+    if action.kind is Kind.DISCARD:
+        return f"{what}: compute waits for the offload, the gradient's memory is free"
+    if action.offset is None:
+        return f"{what}: gradient {'complete' if action.kind is Kind.REDUCE else '-> host'}"
     if action.kind is Kind.REDUCE:
         return f"{what}: gradient -> device @{action.offset}"
     return f"{what}: gradient device @{action.offset} -> host"

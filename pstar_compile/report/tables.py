@@ -82,6 +82,7 @@ def schedule_table(plan: StepPlan) -> str:
                 _list(_chunks(actions, Kind.RELEASE)),
                 _list(_chunks(actions, Kind.REDUCE)),
                 _list(_chunks(actions, Kind.OFFLOAD)),
+                _list(_chunks(actions, Kind.DISCARD)),
                 format_bytes(moment.live_bytes),
                 f"{moment.seconds * 1e3:.2f}",
             )
@@ -95,6 +96,7 @@ def schedule_table(plan: StepPlan) -> str:
         "release",
         "reduce",
         "offload",
+        "discard",
         "non-model",
         "ms",
     )

@@ -63,13 +63,14 @@ class CpuStreams:
 
         return self._h2d.submit(job)
 
-    def offload(self, destination: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        """Copy bytes of the emulated device to the host."""
+    def offload(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event]) -> Event:
+        """Copy tensors of the emulated device to the host."""
 
         def job() -> None:
             for event in after:
                 event.wait_host()
-            _copy(destination, source)
+            for destination, source in pairs:
+                _copy(destination, source)
 
         return self._d2h.submit(job)
 

@@ -57,29 +57,28 @@ class CudaStreams:
         """Copy host bytes to the GPU. With host work to do first, a worker thread launches."""
         done = _CudaEvent(self.device)
         if prepare is None and self._launcher.idle:
-            self._copy(self._h2d, destination, source, after, done)
+            self._copy(self._h2d, [(destination, source)], after, done)
             return done
 
         def launch() -> None:
             if prepare is not None:
                 prepare()
             with torch.cuda.device(self.device):
-                self._copy(self._h2d, destination, source, after, done)
+                self._copy(self._h2d, [(destination, source)], after, done)
 
         done.launch = self._launcher.submit(launch)
         return done
 
-    def offload(self, destination: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        """Copy GPU bytes to the host."""
+    def offload(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event]) -> Event:
+        """Copy GPU tensors to the host."""
         done = _CudaEvent(self.device)
-        self._copy(self._d2h, destination, source, after, done)
+        self._copy(self._d2h, pairs, after, done)
         return done
 
     @staticmethod
     def _copy(
         stream: torch.cuda.Stream,
-        destination: Tensor,
-        source: Tensor,
+        pairs: Sequence[tuple[Tensor, Tensor]],
         after: Sequence[Event],
         done: _CudaEvent,
     ) -> None:
@@ -87,7 +86,8 @@ class CudaStreams:
             for event in after:
                 assert isinstance(event, _CudaEvent)
                 event.queue_on(stream)
-            destination.copy_(source, non_blocking=True)
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
             done.event.record(stream)
 
     def mark(self) -> Event:

@@ -46,6 +46,14 @@ class Leaving:
     event: Event
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A gradient whose memory an offload still reads until ``event``."""
+
+    event: Event
+    grads: tuple[Tensor, ...]
+
+
 class Engine:
     """Owns all memory and streams of one managed model, and no decision about them."""
 
@@ -62,8 +70,12 @@ class Engine:
         self.arena: Tensor | None = None
         self.arena_generation = 0
         self.resident: dict[StoredChunk, int] = {}
+        # The latest fetch of each chunk that was ever resident.
+        self.arrival: dict[StoredChunk, Event] = {}
         self.turn: Turn | None = None
         self._leaving: list[Leaving] = []
+        self._held: dict[StoredChunk, Held] = {}
+        self._held_by: object = None
         # Compiled graph -> its state, which lives as long as the model does.
         self.compiled: dict[Any, Any] = {}
         self.last_plan: object | None = None
@@ -131,6 +143,23 @@ class Engine:
         self._leaving = [each for each in self._leaving if not each.event.reached()]
         return tuple(self._leaving)
 
+    def hold(self, owner: object, chunk: StoredChunk, held: Held) -> None:
+        """Keep a gradient's memory while it leaves; ``owner`` is the plan that will discard it."""
+        self._held[chunk] = held
+        self._held_by = owner
+
+    def discard(self, chunk: StoredChunk) -> None:
+        """Give a held gradient's memory back, once the compute stream is behind its offload."""
+        held = self._held.pop(chunk, None)
+        if held is not None:
+            self.streams.wait(held.event)
+
+    def discard_others(self, owner: object) -> None:
+        """Discard what another plan holds: this one does not know of it."""
+        if self._held_by is not owner:
+            for chunk in list(self._held):
+                self.discard(chunk)
+
     def start_step_if_due(self, graph: object) -> None:
         """Reset the counters when a new step begins: with the first forward after a backward, or
         when a graph runs forward that ran in this step already.
@@ -170,6 +199,7 @@ class Engine:
         self.resident.clear()
         self.turn = None
         self._leaving.clear()
+        self._held.clear()
         self.running = False
         self._step_ended = True
 

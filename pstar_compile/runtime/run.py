@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from passes.plan import Action, Direction, Home, Kind, StepPlan
-from pstar_compile.runtime.engine import Engine, Leaving, Turn
+from pstar_compile.runtime.engine import Engine, Held, Leaving, Turn
 from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.streams import Event
@@ -134,8 +134,11 @@ class Run:
         self._events: dict[int, Event] = {}
         self._offsets: dict[int, int] = {}
         self._reduced: set[int] = set()
+        # Gradients that leave from where they were computed, by chunk.
+        self._direct: dict[int, dict[int, Tensor]] = {}
         self._fence: tuple[Event, ...] = ()
         self._leaving = engine.still_leaving()
+        engine.discard_others(bound)
         if engine.running:
             engine.abandon_run()
         turn, engine.turn = engine.turn, None
@@ -212,7 +215,7 @@ class Run:
         after.extend(self._leaving_from(action))
         self._fence = ()
         assert chunk.buffer is not None
-        self._events[action.index] = engine.streams.fetch(
+        self._events[action.index] = engine.arrival[chunk] = engine.streams.fetch(
             engine.arena[action.offset : action.offset + action.nbytes],
             chunk.buffer,
             after,
@@ -229,6 +232,8 @@ class Run:
         assert action.chunk is not None and action.offset is not None
         chunk = self._bound.chunks[action.chunk]
         if self._engine.resident.get(chunk) == action.offset:
+            # The step before may have fetched it without reading it.
+            self._events[index] = self._engine.arrival[chunk]
             self._offsets[action.chunk] = action.offset
             self._engine.counters.carried_bytes += action.nbytes
             self._engine.counters.arena(action.offset + action.nbytes)
@@ -278,8 +283,14 @@ class Run:
         parameters = bound.contributions[index]
         assert action.chunk is not None
         if action.offset is None:
-            for parameter, grad in zip(parameters, grads, strict=True):
-                engine.gradients.add(bound.parameters[parameter], grad, owned=True)
+            if bound.plan.chunks[action.chunk].home is Home.DEVICE:
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    engine.gradients.add(bound.parameters[parameter], grad, owned=True)
+                return
+            self._direct[action.chunk] = dict(
+                zip(parameters, (g.contiguous() for g in grads), strict=True)
+            )
+            self._events[index] = engine.streams.mark()
             return
         for event in self._leaving_from(action):
             engine.streams.wait(event)
@@ -306,19 +317,30 @@ class Run:
         """Start copying a chunk's finished gradient to its home."""
         bound, engine = self._bound, self._engine
         action = bound.actions[index]
-        assert action.chunk is not None and action.offset is not None and engine.arena is not None
-        chunk = bound.chunks[action.chunk]
-        lease = engine.pool.lease(action.nbytes)
+        assert action.chunk is not None
+        chunk, layout = bound.chunks[action.chunk], bound.plan.chunks[action.chunk]
+        lease = engine.pool.lease(layout.nbytes)
+        homes = dict(zip((s.parameter for s in layout.content), chunk.views(lease), strict=True))
         after = [self._events[i] for i in action.after if i in self._events]
-        event = engine.streams.offload(
-            lease, engine.arena[action.offset : action.offset + action.nbytes], after
-        )
+        if action.offset is None:
+            grads = self._direct.pop(action.chunk)
+            event = engine.streams.offload([(homes[p], g) for p, g in grads.items()], after)
+            engine.hold(bound, chunk, Held(event, tuple(grads.values())))
+            arrived = set(grads)
+        else:
+            assert engine.arena is not None
+            end = action.offset + action.nbytes
+            event = engine.streams.offload([(lease, engine.arena[action.offset : end])], after)
+            engine.leaves(Leaving(action.offset, end, event))
+            arrived = self._reduced
         self._events[index] = event
-        engine.leaves(Leaving(action.offset, action.offset + action.nbytes, event))
         engine.counters.d2h_bytes += action.nbytes
-        layout = bound.plan.chunks[action.chunk]
-        for slot, view in zip(layout.content, chunk.views(lease), strict=True):
-            if slot.parameter in self._reduced:
-                engine.gradients.add(
-                    bound.parameters[slot.parameter], view, event=event, owned=True
-                )
+        for parameter, view in homes.items():
+            if parameter in arrived:
+                engine.gradients.add(bound.parameters[parameter], view, event=event, owned=True)
+
+    def discard(self, index: int) -> None:
+        """Give back the memory of a gradient that left from where it was computed."""
+        action = self._bound.actions[index]
+        assert action.chunk is not None
+        self._engine.discard(self._bound.chunks[action.chunk])

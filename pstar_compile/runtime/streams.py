@@ -38,8 +38,8 @@ class Streams(Protocol):
     ) -> Event:
         """Copy host bytes to the device; ``prepare`` first brings the host bytes up to date."""
 
-    def offload(self, destination: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        """Copy device bytes to the host."""
+    def offload(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event]) -> Event:
+        """Copy device tensors (second) into host tensors (first), all contiguous."""
 
     def mark(self) -> Event:
         """The present end of the compute stream."""

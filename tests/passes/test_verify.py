@@ -463,7 +463,7 @@ def no_offset(plan: StepPlan) -> Broken:
         if action.offset is not None:
             yield (
                 _changed(plan, action.index, offset=None),
-                rf"action {action.index} .*has no place in the arena",
+                rf"action {action.index} .*(has no place|that left the gradient where it is)",
             )
 
 

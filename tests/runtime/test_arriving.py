@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import pstar_compile as pstar
+from passes.plan import Kind
 from pstar_compile.runtime.cpu import CpuStreams
 from pstar_compile.runtime.streams import Event
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
+OFFLOAD = Kind.OFFLOAD
 LAYERS = 4
 ARENA = 2 * 64 * 4
 
@@ -41,28 +45,30 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     offload = CpuStreams.offload
     offloads = 0
 
-    def held(self: CpuStreams, to: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+    def held(self: CpuStreams, pairs: Pairs, after: Sequence[Event]) -> Event:
         nonlocal offloads
         offloads += 1
-        return offload(self, to, source, after if offloads % LAYERS else [*after, gate])
+        return offload(self, pairs, after if offloads % LAYERS else [*after, gate])
 
     monkeypatch.setattr(CpuStreams, "offload", held)
     return gate
 
 
-def _layers() -> nn.Sequential:
+def _layers(*, tied: bool = False) -> nn.Sequential:
+    """With ``tied``, the first layer runs twice: its gradient comes in two parts."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(LAYERS)))
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(LAYERS)]
+    return nn.Sequential(*layers, layers[0]) if tied else nn.Sequential(*layers)
 
 
-def _managed() -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
-    model = pstar.manage(_layers(), device="cpu", arena_memory=ARENA)
+def _managed(*, tied: bool = False) -> tuple[nn.Sequential, Callable[[Tensor], Tensor]]:
+    model = pstar.manage(_layers(tied=tied), device="cpu", arena_memory=ARENA)
     options = {"inner": "eager", "chunk_bytes": 256}
     return model, torch.compile(model, backend="patrickstar", options=options)
 
 
-def _expected(*inputs: Tensor) -> list[Tensor]:
-    model = _layers()
+def _expected(*inputs: Tensor, tied: bool = False) -> list[Tensor]:
+    model = _layers(tied=tied)
     for x in inputs:
         model(x).square().sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
@@ -92,16 +98,45 @@ def test_backward_does_not_wait_and_reading_does(gate: Gate) -> None:
     assert _same(model, _expected(X))
 
 
-def test_the_next_step_does_not_overtake_an_offload(gate: Gate) -> None:
-    model, run = _managed()
+def _places(run: Callable[[Tensor], Tensor]) -> dict[int | None, int | None]:
+    return {a.chunk: a.offset for a in pstar.last_plan(run).schedule.actions if a.kind is OFFLOAD}
+
+
+def test_the_next_step_does_not_overtake_an_offload_from_the_arena(gate: Gate) -> None:
+    model, run = _managed(tied=True)
     run(X).square().sum().backward()
+    assert _places(run)[0] is not None
     model.zero_grad()
     gate.opened.clear()
     run(X).square().sum().backward()
     threading.Timer(0.3, gate.opened.set).start()
+    run(Y)
+    assert _same(model, _expected(X, tied=True))
+
+
+@pytest.mark.parametrize("another_plan", [False, True])
+def test_the_next_step_waits_before_a_gradient_is_discarded(gate: Gate, another_plan: bool) -> None:
+    model, run = _managed()
     with torch.no_grad():
-        run(Y)
-    assert _same(model, _expected(X))
+        run(X)
+    run(X).square().sum().backward()
+    assert _places(run)[0] is None
+    model.zero_grad()
+    gate.opened.clear()
+    run(X).square().sum().backward()
+    done: list[Tensor] = []
+
+    def next_step() -> None:
+        with torch.set_grad_enabled(not another_plan):
+            done.append(run(Y))
+
+    step = threading.Thread(target=next_step, daemon=True)
+    step.start()
+    step.join(timeout=0.2)
+    assert step.is_alive()
+    gate.opened.set()
+    step.join(timeout=60)
+    assert torch.equal(done[0], _layers()(Y)) and _same(model, _expected(X))
 
 
 def test_a_step_whose_gradients_nobody_reads(gate: Gate) -> None:

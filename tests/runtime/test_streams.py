@@ -65,7 +65,7 @@ def test_a_copy_waits_for_its_events_and_its_preparation() -> None:
     gate = Gate()
     done = streams.fetch(destination, source, [gate], lambda: source.fill_(3))  # type: ignore[arg-type, return-value]
     offloaded = torch.zeros(8)
-    last = streams.offload(offloaded, destination, [done])
+    last = streams.offload([(offloaded, destination)], [done])
     assert float(destination.sum()) == 0.0
     gate.open()
     streams.wait(last)
