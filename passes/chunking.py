@@ -16,6 +16,7 @@ from passes.plan import Chunk, Home, Parameter, Slot, align
 _FRACTIONS = (2, 3, 4, 8)
 _APART = 8
 _SMALL = 16
+_LAYERS = 4
 
 
 def chunk(
@@ -188,6 +189,14 @@ def _layout(
         content=tuple(slots),
         nbytes=end,
     )
+
+
+def layer_bytes(parameters: Sequence[Parameter], order: Sequence[int]) -> int | None:
+    """Bytes of one repetition of the model's repeating run; None if hardly anything repeats."""
+    start, end, period = repeating_run([_signature(parameters[i]) for i in order])
+    if end - start < _LAYERS * period:
+        return None
+    return sum(align(parameters[i].nbytes) for i in order[start : start + period])
 
 
 def candidate_sizes(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from passes.chunking import candidate_sizes, chunk
+from passes.chunking import candidate_sizes, chunk, layer_bytes
 from passes.cost import segment_seconds
 from passes.gradients import whole_gradients
 from passes.lifetimes import Lifetimes, lifetimes
@@ -144,7 +144,7 @@ def outline(
         backward = lifetimes(captured.backward.graph)
     flops: dict[fx.Node, int] = {}
     if home is None:
-        whole = _outline(captured, (), forward, backward, rates, flops)
+        whole = _outline(captured, (), (), forward, backward, rates, flops)
         peak = max(peaks(whole, None, captured.symbols), default=0)
         home = place(
             state_bytes=limits.state_bytes,
@@ -165,7 +165,8 @@ def outline(
                 start=len(fixed),
             ),
         )
-        candidate = _outline(captured, chunks, forward, backward, rates, flops)
+        cut = chunks if target is not None else [c for c in chunks if c.home is Home.HOST]
+        candidate = _outline(captured, chunks, cut, forward, backward, rates, flops)
         score = _score(candidate, limits, choices, rates)
         if best is None or score < best[0]:
             best = (score, candidate)
@@ -250,12 +251,13 @@ def peaks(
 def _outline(
     captured: Captured,
     chunks: tuple[Chunk, ...],
+    cut: Sequence[Chunk],
     forward: Lifetimes,
     backward: Lifetimes | None,
     rates: Rates,
     flops: dict[fx.Node, int],
 ) -> Outline:
-    chunk_of = {s.parameter: c.index for c in chunks if c.home is Home.HOST for s in c.content}
+    chunk_of = {s.parameter: c.index for c in cut for s in c.content}
     forward_segments = split(forward, chunk_of, graph=captured.forward.graph)
     backward_segments: tuple[Segment, ...] = ()
     if backward is not None and captured.backward is not None:
@@ -300,8 +302,11 @@ def _targets(
     limits: Limits,
     choices: Choices,
 ) -> Sequence[int | None]:
-    if home is Home.DEVICE or not order:
+    if not order:
         return (None,)
+    if home is Home.DEVICE:
+        # Nothing moves, but the segments of equal layers are compiled once.
+        return (layer_bytes(captured.parameters, order),)
     if choices.chunk_bytes is not None:
         return (choices.chunk_bytes,)
     bounds = [b for b in (limits.budget_bytes, limits.arena_limit) if b is not None]

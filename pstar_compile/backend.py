@@ -28,9 +28,10 @@ from pstar_compile.compile_segments import compile_segments
 from pstar_compile.config import BackendConfig, ManageConfig
 from pstar_compile.hardware import library_bytes, rates_of
 from pstar_compile.program import Program, Signature
+from pstar_compile.refusal import refuse_at_call
 from pstar_compile.runtime.engine import Engine
 from pstar_compile.runtime.parameter import ManagedParameter, masters
-from pstar_compile.torch_compat import aot_compile, inductor_decompositions
+from pstar_compile.torch_compat import aot_compile, inductor_decompositions, wake_compile_workers
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +56,18 @@ def patrickstar(
         options: see :class:`pstar_compile.config.BackendConfig`.
         mode: a torch.compile mode; the plan decides what modes would, so only "default" is taken.
 
-    Raises:
-        ValueError: for an unknown option, or a step that cannot fit the budget (``PlanError``).
+    The first call raises a ValueError for an unknown option, or for a step that cannot fit the
+    budget (``PlanError``).
     """
+    return refuse_at_call(lambda: _compile(gm, example_inputs, options, mode))
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+) -> _CompiledGraph:
     if mode not in (None, "default"):
         log.warning("mode=%r is ignored: backend 'patrickstar' has options instead of modes", mode)
     config = BackendConfig.parse(options)
@@ -147,6 +157,8 @@ class _CompiledGraph:
         engine.compiled[self] = CompiledState()
         self._partitioned: Partitioned | None = None
         inductor = config.inner == "inductor"
+        if inductor and engine.config.device.type == "cuda":
+            wake_compile_workers()
         self._compiled = aot_compile(
             gm,
             example_inputs,
@@ -161,6 +173,7 @@ class _CompiledGraph:
         """Run the graph; returns Dynamo's outputs."""
         pointers = tuple(args[i].data_ptr() for i in self._positions)
         engine = self._engine
+        engine.call_begins()
         state = engine.compiled[self]
         parameters = state.parameters.get(pointers)
         if parameters is None:

@@ -185,8 +185,13 @@ def manage(
         raise ValueError(
             "manage() takes the plain module: call manage(model) before torch.compile(model)"
         )
-    if param_dtype is not None and not param_dtype.is_floating_point:
-        raise ValueError(f"param_dtype must be a floating-point dtype, got {param_dtype}")
+    if param_dtype is not None and not (
+        isinstance(param_dtype, torch.dtype) and param_dtype.is_floating_point
+    ):
+        raise ValueError(
+            f"param_dtype must be a floating-point dtype such as torch.bfloat16, "
+            f"got {param_dtype!r}"
+        )
     config = ManageConfig(
         device=_parse_device(device),
         device_memory=_parse_optional(device_memory, "device_memory"),

@@ -50,7 +50,7 @@ class Signature:
     symbols: Mapping[sympy.Symbol, SizeSource]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Planned:
     """A step plan with the outer graphs that run it."""
 
@@ -215,7 +215,7 @@ class Program:
         args: list[Any],
     ) -> Any:
         engine = self._engine
-        with torch.no_grad():
+        with engine.lock, torch.no_grad():
             run = Run(bound, direction, trust=self._trust)
             values = [run, *args]
             args.clear()

@@ -112,6 +112,15 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple
     return compiled, str(getattr(compiled, "source_code", ""))
 
 
+def wake_compile_workers() -> None:
+    """Start Inductor's compile workers, so that they are there when the first kernel needs them:
+    until then kernels are compiled in this process. Private: ``torch._inductor.async_compile``.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.wakeup()
+
+
 @contextmanager
 def kernels_together() -> Iterator[None]:
     """Let the kernels of all graphs compiled inside build in parallel; wait for them at the end.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from passes.plan import Chunk, Moment, Schedule, StepPlan
@@ -13,68 +15,78 @@ from pstar_compile.report.tables import chunk_table, schedule_table, totals_tabl
 
 
 class Plan:
-    """A step plan: ``print(plan)`` for tables, ``plan.print_readable()`` for the graphs.
+    """What a step runs: ``print(plan)`` for tables, ``plan.print_readable()`` for the graphs.
 
-    Attributes:
-        step: the plan as the passes made it.
-        chunks: parameters that move together, with home and layout.
-        moments: the step's segments in order.
-        schedule: all memory nodes in issue order, with offsets and dependencies.
-        arena_bytes: device bytes preallocated for resident chunks.
-        peak_device_bytes: predicted peak of device memory.
-        h2d_bytes, d2h_bytes: predicted traffic of a step.
-        carried_bytes: the part of ``h2d_bytes`` that is skipped after an unchanged step.
-        step_seconds: predicted time of forward and backward.
+    A step of several graphs (after graph breaks, or of blocks compiled one by one) has a plan for
+    each; see ``parts``. Figures are then those of the whole step.
     """
 
-    def __init__(self, planned: Planned) -> None:
-        self.step: StepPlan = planned.step
-        self._graphs = planned.graphs
+    def __init__(self, parts: Sequence[Planned]) -> None:
+        self._planned = tuple(parts)
+
+    @property
+    def parts(self) -> tuple[Plan, ...]:
+        """One plan for each graph of the step, in the order of their forwards."""
+        return tuple(Plan([planned]) for planned in self._planned)
+
+    @property
+    def step(self) -> StepPlan:
+        """The plan as the passes made it.
+
+        Raises:
+            ValueError: if the step has several graphs.
+        """
+        if len(self._planned) != 1:
+            raise ValueError(
+                f"this step has {len(self._planned)} graphs, each with a plan of its own: "
+                f"see plan.parts"
+            )
+        return self._planned[0].step
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """Parameters that move together."""
-        return self.step.chunks
+        """Parameters that move together, with home and layout."""
+        return tuple(chunk for planned in self._planned for chunk in planned.step.chunks)
 
     @property
     def moments(self) -> tuple[Moment, ...]:
         """The step's segments in order."""
-        return self.step.moments
+        return tuple(moment for planned in self._planned for moment in planned.step.moments)
 
     @property
     def schedule(self) -> Schedule:
-        """All memory nodes in issue order."""
+        """All memory nodes in issue order, with offsets and dependencies; raises as ``step``."""
         return self.step.schedule
 
     @property
     def arena_bytes(self) -> int:
         """Device bytes preallocated for resident chunks."""
-        return self.step.schedule.arena_bytes
+        return max(planned.step.schedule.arena_bytes for planned in self._planned)
 
     @property
     def peak_device_bytes(self) -> int:
         """Predicted peak of device memory, in bytes."""
-        return self.step.peak_device_bytes
+        return max(planned.step.peak_device_bytes for planned in self._planned)
 
     @property
     def h2d_bytes(self) -> int:
         """Bytes a step copies from the host to the device."""
-        return self.step.h2d_bytes
+        return sum(planned.step.h2d_bytes for planned in self._planned)
 
     @property
     def d2h_bytes(self) -> int:
         """Bytes a step copies from the device to the host."""
-        return self.step.d2h_bytes
+        return sum(planned.step.d2h_bytes for planned in self._planned)
 
     @property
     def carried_bytes(self) -> int:
         """The part of :attr:`h2d_bytes` that is skipped after an unchanged step."""
-        return self.step.carried_bytes
+        return sum(planned.step.carried_bytes for planned in self._planned)
 
     @property
     def step_seconds(self) -> float:
         """Predicted seconds of forward and backward."""
-        return self.step.step_seconds
+        return sum(planned.step.step_seconds for planned in self._planned)
 
     def print_readable(self, *, print_output: bool = True) -> str:
         """The annotated forward and backward graphs.
@@ -86,46 +98,59 @@ class Plan:
             The text.
         """
         text = "\n".join(
-            readable(graph, self.step, direction) for direction, graph in self._graphs.items()
+            readable(graph, planned.step, direction)
+            for planned in dict.fromkeys(self._planned)
+            for direction, graph in planned.graphs.items()
         )
         if print_output:
             print(text)
         return text
 
     def __str__(self) -> str:
-        """The plan's tables."""
-        return "\n\n".join(
-            (totals_table(self.step), chunk_table(self.step), schedule_table(self.step))
-        )
+        """The plan's tables; graphs that run by the same plan share them."""
+        sections = []
+        for planned in dict.fromkeys(self._planned):
+            if len(self._planned) > 1:
+                places = [i + 1 for i, other in enumerate(self._planned) if other is planned]
+                which = ", ".join(map(str, places))
+                sections.append(f"Graph {which} of {len(self._planned)} in this step")
+            step = planned.step
+            sections += [totals_table(step), chunk_table(step), schedule_table(step)]
+        return "\n\n".join(sections)
 
     def __repr__(self) -> str:
         """One line."""
+        actions = sum(len(planned.step.schedule.actions) for planned in self._planned)
+        graphs = f"{len(self._planned)} graphs, " if len(self._planned) > 1 else ""
         return (
-            f"<Plan: {len(self.chunks)} chunks, {len(self.moments)} moments, "
-            f"{len(self.schedule.actions)} actions>"
+            f"<Plan: {graphs}{len(self.chunks)} chunks, {len(self.moments)} moments, "
+            f"{actions} actions>"
         )
 
 
 def last_plan(model: nn.Module) -> Plan:
-    """The plan that a compiled model ran last (of training or inference).
+    """The plan of the last step that a compiled model ran (of training or inference).
 
     Args:
         model: what ``torch.compile`` returned, or the module itself.
 
     Raises:
+        TypeError: if it is no module.
         ValueError: if the model has not run a plan yet.
     """
     module = getattr(model, "_orig_mod", model)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"last_plan() takes the model, a torch.nn.Module, got {module!r}")
     engine = None
     if isinstance(module, ManagedModule):
         engine = engine_of(model)
     else:
         for parameter in module.parameters():
             engine = engine_of_parameter.get(parameter, engine)
-    planned = None if engine is None else engine.last_plan
-    if not isinstance(planned, Planned):
+    plans = [] if engine is None else [p for p in engine.plans if isinstance(p, Planned)]
+    if not plans:
         raise ValueError(
             "this model has run no plan yet: compile it with "
             "torch.compile(model, backend='patrickstar') and call it once"
         )
-    return Plan(planned)
+    return Plan(plans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,9 +79,13 @@ class Engine:
         self._held_by: object = None
         # Compiled graph -> its state, which lives as long as the model does.
         self.compiled: dict[Any, Any] = {}
-        self.last_plan: object | None = None
+        # What ran in the step, in order: one plan for each graph that ran forward.
+        self.plans: list[object] = []
         self.running = False
+        # One run at a time: the arena and the counters are shared by all callers.
+        self.lock = threading.RLock()
         self._step_ended = True
+        self._with_gradients = True
         self._step_graphs: set[object] = set()
         for parameter in parameters:
             parameter.engine = self
@@ -160,6 +165,13 @@ class Engine:
             for chunk in list(self._held):
                 self.discard(chunk)
 
+    def call_begins(self) -> None:
+        """A compiled graph is called. A call with gradients and one without are no one step."""
+        with_gradients = torch.is_grad_enabled()
+        if with_gradients != self._with_gradients:
+            self._with_gradients = with_gradients
+            self.end_step()
+
     def start_step_if_due(self, graph: object) -> None:
         """Reset the counters when a new step begins: with the first forward after a backward, or
         when a graph runs forward that ran in this step already.
@@ -167,6 +179,7 @@ class Engine:
         if self._step_ended or graph in self._step_graphs:
             self._step_ended = False
             self._step_graphs.clear()
+            self.plans.clear()
             self.counters.start_step()
             self.streams.start_step()
         self._step_graphs.add(graph)
@@ -201,6 +214,8 @@ class Engine:
         self._leaving.clear()
         self._held.clear()
         self.running = False
+        # One run at a time: the arena and the counters are shared by all callers.
+        self.lock = threading.RLock()
         self._step_ended = True
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ class _Packed:
 
     def __init__(self, parameter: ManagedParameter, view: Tensor) -> None:
         self.parameter = parameter
+        self.version = parameter.master._version
         self.geometry = (view.size(), view.stride(), view.storage_offset())
         self.dtype = view.dtype
 
@@ -135,6 +136,12 @@ class OnDemand:
     def _unpack(self, packed: Tensor | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
+        if packed.parameter.master._version != packed.version:
+            raise RuntimeError(
+                f"parameter {packed.parameter.name!r}, needed for the gradient computation, was "
+                f"modified in place between forward and backward; call backward() before the "
+                f"optimizer's step"
+            )
         whole = packed.parameter.fetch()
         if packed.dtype != whole.dtype:
             whole = whole.view(packed.dtype)

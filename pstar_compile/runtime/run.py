@@ -156,7 +156,7 @@ class Run:
         engine, bound = self._engine, self._bound
         engine.gradients.drop_abandoned()
         engine.start_step_if_due(bound)
-        engine.last_plan = bound.source
+        engine.plans.append(bound.source)
         if not engine.on_demand.in_forward:
             engine.on_demand.drop_all()
         self._fence = (engine.streams.mark(),)

@@ -50,7 +50,8 @@ def test_every_memory_node_is_annotated(
         if action.kind is Kind.FETCH:
             assert f"host -> device @{action.offset}, needed at moment" in line
         if action.kind is Kind.OFFLOAD:
-            assert f"gradient device @{action.offset} -> host" in line
+            place = "" if action.offset is None else f"device @{action.offset} "
+            assert f"gradient {place}-> host" in line
     assert sum("self.segment_" in line for line in lines) == len(plan.moments)
     assert "def forward(run, " in text and "def backward(run, " in text
 
