@@ -5,7 +5,9 @@ Sizes of hand-built chunks are in units of the alignment, so that offsets are ea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
@@ -87,6 +89,24 @@ def palindrome(count: int, *, trained: bool = True, nbytes: int = UNIT) -> Step:
     chunks = tuple(a_chunk(i, nbytes, trained=trained) for i in range(count))
     reduces = {2 * count - 1 - i: [i] for i in range(count)} if trained else None
     return chunks, moments_of(*([i] for i in order), reduces=reduces)
+
+
+def leaving(step: Step, *live: int, but: Sequence[int] = ()) -> Step:
+    """The step with so many units of non-model data at each moment, and with gradients that may
+    leave directly wherever one moment produces the whole of one, but for chunks ``but``.
+    """
+    chunks, moments = step
+    times = Counter(c for m in moments for c in m.reduces)
+    return chunks, tuple(
+        replace(
+            moment,
+            live_bytes=size * UNIT,
+            direct=tuple(
+                (c, chunks[c].nbytes) for c in moment.reduces if times[c] == 1 and c not in but
+            ),
+        )
+        for moment, size in zip(moments, live, strict=True)
+    )
 
 
 def parameters_of(chunks: Sequence[Chunk]) -> tuple[Parameter, ...]:
@@ -196,7 +216,7 @@ def random_chunks(draw: st.DrawFn) -> tuple[Chunk, ...]:
 @st.composite
 def random_steps(draw: st.DrawFn) -> Step:
     """Steps as models make them and others: chains there and back, ties far apart, chunks used or
-    reduced at any moments.
+    reduced at any moments, gradients that may leave directly beside little and much other data.
     """
     chunks = draw(random_chunks())
     numbers = st.integers(0, len(chunks) - 1)
@@ -222,6 +242,18 @@ def random_steps(draw: st.DrawFn) -> Step:
         reduces = [[c for c in needs if c in trained] for needs in backward]
     steps = [(Direction.FORWARD, needs, []) for needs in forward]
     steps += [(Direction.BACKWARD, n, r) for n, r in zip(backward, reduces, strict=True)]
+    times = Counter(c for reduced in reduces for c in reduced)
+    may_leave = draw(st.sampled_from(["all", "some", "none"]))
+    live = draw(st.sampled_from([st.integers(0, 4096), st.sampled_from([0, 0, 600, 1 << 14])]))
+
+    def direct(reduced: list[int]) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (c, sum(slot.nbytes for slot in chunks[c].content))
+            for c in reduced
+            if times[c] == 1
+            and (may_leave == "all" or (may_leave == "some" and draw(st.booleans())))
+        )
+
     moments = tuple(
         Moment(
             index=i,
@@ -229,7 +261,8 @@ def random_steps(draw: st.DrawFn) -> Step:
             needs=tuple(needs),
             reduces=tuple(reduced),
             seconds=draw(st.sampled_from([0.0, 1e-6, 1e-5])),
-            live_bytes=draw(st.integers(0, 4096)),
+            live_bytes=draw(live),
+            direct=direct(reduced),
         )
         for i, (direction, needs, reduced) in enumerate(steps)
     )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.direct import direct
 from passes.plan import Direction, Home, Kind, PlanError, Schedule, align
 from passes.schedule import schedule, smallest_capacity
 from passes.verify import verify
@@ -244,7 +245,10 @@ def _bound(step: Step) -> int:
     """Bytes that some moment cannot do without."""
     chunks, moments = step
     host = [c.index for c in chunks if c.home is Home.HOST]
-    reduced = {c: [m.index for m in moments if c in m.reduces] for c in host}
+    placeless = direct(chunks, moments).nbytes
+    reduced = {
+        c: [m.index for m in moments if c in m.reduces and c not in placeless] for c in host
+    }
     most = 0
     for moment in moments:
         needs = [chunks[c].nbytes for c in moment.needs if c in host]
@@ -293,25 +297,42 @@ def _check(step: Step, room: float, prefetch: int | None, carry: bool) -> None:
                 assert use - action.moment <= prefetch
     has_backward = any(m.direction is Direction.BACKWARD for m in moments)
     if not has_backward:
-        assert all(a.kind not in (Kind.REDUCE, Kind.OFFLOAD) for a in made.actions)
+        assert {a.kind for a in made.actions}.isdisjoint(
+            (Kind.REDUCE, Kind.OFFLOAD, Kind.DISCARD)
+        )
 
 
 def _replay(step: Step, made: Schedule) -> None:
     """Run two steps, the second without the first fetches of carried chunks: everything that a
-    moment or an offload reads must be there, whole.
+    moment or an offload reads must be there, whole. Gradients without a place are there while a
+    moment computes only if the step's largest moment needs as much.
     """
     chunks, moments = step
     arena: dict[int, str] = {}
-    for skipped in (set[int](), set(made.carried)):
+    held: dict[int, int] = {}
+    most = max((m.live_bytes for m in moments), default=0)
+    for number, skipped in enumerate((set[int](), set(made.carried))):
+        ready: dict[int, int] = {}
         gradients: dict[int, set[int]] = {}
         for action in made.actions:
             if action.kind is Kind.COMPUTE:
                 for needed in moments[action.moment].needs:
                     if chunks[needed].home is Home.HOST:
                         assert _held(arena, f"copy {needed}") == align(chunks[needed].nbytes)
-            if action.chunk is None or action.offset is None:
+                assert moments[action.moment].live_bytes + sum(held.values()) <= most
+            if action.chunk is None or chunks[action.chunk].home is Home.DEVICE:
                 continue
             chunk = action.chunk
+            if action.kind is Kind.DISCARD:
+                assert chunk in held or number == 0, "the first step finds nothing to discard"
+                held.pop(chunk, None)
+            elif action.kind is Kind.REDUCE and action.offset is None:
+                ready[chunk] = dict(moments[action.moment].direct)[chunk]
+            elif action.kind is Kind.OFFLOAD and action.offset is None:
+                assert chunk not in held and action.nbytes == ready[chunk]
+                held[chunk] = ready.pop(chunk)
+            if action.offset is None:
+                continue
             places = range(action.offset, action.offset + action.nbytes, UNIT)
             if action.kind is Kind.FETCH and chunk in skipped:
                 skipped.remove(chunk)
