@@ -246,9 +246,7 @@ def _bound(step: Step) -> int:
     chunks, moments = step
     host = [c.index for c in chunks if c.home is Home.HOST]
     placeless = direct(chunks, moments).nbytes
-    reduced = {
-        c: [m.index for m in moments if c in m.reduces and c not in placeless] for c in host
-    }
+    reduced = {c: [m.index for m in moments if c in m.reduces and c not in placeless] for c in host}
     most = 0
     for moment in moments:
         needs = [chunks[c].nbytes for c in moment.needs if c in host]
@@ -297,9 +295,7 @@ def _check(step: Step, room: float, prefetch: int | None, carry: bool) -> None:
                 assert use - action.moment <= prefetch
     has_backward = any(m.direction is Direction.BACKWARD for m in moments)
     if not has_backward:
-        assert {a.kind for a in made.actions}.isdisjoint(
-            (Kind.REDUCE, Kind.OFFLOAD, Kind.DISCARD)
-        )
+        assert {a.kind for a in made.actions}.isdisjoint((Kind.REDUCE, Kind.OFFLOAD, Kind.DISCARD))
 
 
 def _replay(step: Step, made: Schedule) -> None:
