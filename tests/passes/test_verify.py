@@ -25,7 +25,7 @@ from passes.plan import (
     VerificationError,
 )
 from passes.verify import verify
-from tests.passes.plans import UNIT, Step, a_chunk, moments_of, palindrome, planned
+from tests.passes.plans import UNIT, Step, a_chunk, leaving, moments_of, palindrome, planned
 from tests.passes.plans import units as chunks_of_units
 
 Broken = Iterator[tuple[StepPlan, str]]
@@ -64,6 +64,26 @@ def _mixed() -> Step:
     return chunks, moments_of(*needs, reduces={4: [1, 4], 5: [0, 2]})
 
 
+def _leaving_small() -> Step:
+    """Gradients smaller than their chunks, one of them of a chunk with two moments' worth: chunk 1
+    has a place in the arena, chunks 0, 2 and 3 need none. Chunk 4 is at home on the device.
+    """
+    chunks = (
+        _two_parameters(0, 300, 100),
+        _two_parameters(1, 256, 500),
+        _two_parameters(2, 700, 8),
+        _two_parameters(3, 8, 8),
+        replace(_two_parameters(4, 8, 8), home=Home.DEVICE),
+    )
+    needs = [[0], [1], [2, 4], [3], [3], [2, 4], [1], [], [0]]
+    reduces = {4: [3], 5: [2, 4, 1], 6: [1], 8: [0]}
+    step = leaving((chunks, moments_of(*needs, reduces=reduces)), 2, 0, 8, 0, 0, 3, 2, 1, 0)
+    sizes = {0: 400, 2: 708, 3: 16, 4: 16}
+    return chunks, tuple(
+        replace(m, direct=tuple((c, sizes[c]) for c, _ in m.direct)) for m in step[1]
+    )
+
+
 PLANS: dict[str, StepPlan] = {
     "palindrome": planned(palindrome(6), 3 * UNIT),
     "on demand": planned(palindrome(5), 2 * UNIT, prefetch=0),
@@ -72,6 +92,25 @@ PLANS: dict[str, StepPlan] = {
     "long": planned(_long(), 2 * UNIT),
     "mixed": planned(_mixed(), 9 * UNIT),
     "inference": planned(palindrome(4, trained=False), 2 * UNIT),
+    "leaving": planned(leaving(palindrome(6), 0, 3, 0, 5, 3, 6, 4, 3, 3, 3, 4, 3), 3 * UNIT),
+    "leaving, crowded": planned(leaving(palindrome(5), *[1] * 10), 3 * UNIT),
+    "leaving, some": planned(
+        leaving(palindrome(6), 0, 0, 0, 0, 0, 2, 1, 1, 1, 0, 2, 0, but=[1, 4]), 3 * UNIT
+    ),
+    "leaving, carried": planned(
+        leaving(palindrome(7), *[2] * 6, 4, *[2] * 7), 5 * UNIT, carry=True
+    ),
+    "leaving, small": planned(_leaving_small(), 8 * UNIT),
+    "leaving, backward alone": planned(
+        leaving(
+            (
+                chunks_of_units(1, 1, 1, 1),
+                moments_of([3], [2], [1], [0], reduces={0: [3], 1: [2], 2: [1], 3: [0]}),
+            ),
+            *(2, 1, 0, 0),
+        ),
+        2 * UNIT,
+    ),
     "rotation": planned((chunks_of_units(1, 1, 1, 1), moments_of([0], [1], [2], [3])), 2 * UNIT),
 }
 
@@ -120,8 +159,23 @@ def _of(plan: StepPlan, *kinds: Kind) -> list[Action]:
     return [a for a in plan.schedule.actions if a.kind in kinds]
 
 
-def _on_host(plan: StepPlan, action: Action) -> bool:
-    return action.chunk is not None and plan.chunks[action.chunk].home is Home.HOST
+def _placeless(plan: StepPlan, kind: Kind) -> list[Action]:
+    """The reduces or offloads of gradients that leave from where they were computed."""
+    return [
+        a
+        for a in _of(plan, kind)
+        if a.offset is None and a.chunk is not None and plan.chunks[a.chunk].home is Home.HOST
+    ]
+
+
+def _most_live(plan: StepPlan) -> int:
+    return max(m.live_bytes for m in plan.moments)
+
+
+def _with_moment(plan: StepPlan, index: int, **changes: object) -> StepPlan:
+    moments = list(plan.moments)
+    moments[index] = replace(moments[index], **changes)  # type: ignore[arg-type]
+    return replace(plan, moments=tuple(moments))
 
 
 def _there(plan: StepPlan, index: int) -> Iterator[tuple[str, int, int]]:
@@ -139,7 +193,7 @@ def _there(plan: StepPlan, index: int) -> Iterator[tuple[str, int, int]]:
         elif action.kind is Kind.REDUCE and action.offset is not None:
             gradients[action.chunk] = action.offset
         elif action.kind is Kind.OFFLOAD:
-            del gradients[action.chunk]
+            gradients.pop(action.chunk, None)
     yield from ((f"resident chunk {c}", offset, c) for c, offset in copies.items())
     yield from ((f"the gradient of chunk {c}", offset, c) for c, offset in gradients.items())
 
@@ -316,7 +370,7 @@ def _drop_edges(plan: StepPlan, kind: Kind, source: Kind) -> Broken:
             if plan.schedule.actions[before].kind is source:
                 after = tuple(a for a in action.after if a != before)
                 access = "read" if kind is Kind.OFFLOAD else "write"
-                if action.nbytes:
+                if action.nbytes and action.offset is not None:
                     yield (
                         _changed(plan, action.index, after=after),
                         rf"race: the {access} of action {action.index} \({kind} chunk "
@@ -405,10 +459,8 @@ def reduce_what_has_no_gradient(plan: StepPlan) -> Broken:
     for moment in plan.moments:
         for chunk in moment.reduces:
             rest = tuple(c for c in moment.reduces if c != chunk)
-            moments = list(plan.moments)
-            moments[moment.index] = replace(moment, reduces=rest)
             yield (
-                replace(plan, moments=tuple(moments)),
+                _with_moment(plan, moment.index, reduces=rest),
                 rf"gradient of chunk {chunk} is reduced 1 times at moment {moment.index}",
             )
 
@@ -426,13 +478,216 @@ def offload_before_the_last_reduce(plan: StepPlan) -> Broken:
 
 def offload_other_bytes(plan: StepPlan) -> Broken:
     for action in _of(plan, Kind.OFFLOAD):
-        for offset in range(0, plan.schedule.arena_bytes - action.nbytes + 1, ALIGNMENT):
+        assert action.chunk is not None
+        nbytes = plan.chunks[action.chunk].nbytes
+        for offset in range(0, plan.schedule.arena_bytes - nbytes + 1, ALIGNMENT):
             if offset != action.offset:
                 yield (
-                    _changed(plan, action.index, offset=offset),
+                    _changed(plan, action.index, offset=offset, nbytes=nbytes),
                     rf"action {action.index} \(offload chunk {action.chunk}\) offloads bytes that "
                     "hold no gradient of it",
                 )
+
+
+# Gradients that leave directly.
+
+
+def _held(plan: StepPlan) -> Iterator[tuple[int, dict[int, int]]]:
+    """Each moment with the gradients that are held while it computes, and their bytes."""
+    held: dict[int, int] = {}
+    for computed in (False, True):
+        for action in plan.schedule.actions:
+            if action.kind is Kind.COMPUTE and computed:
+                yield action.moment, dict(held)
+            elif action.kind is Kind.DISCARD and action.chunk is not None:
+                held.pop(action.chunk, None)
+            elif action in _placeless(plan, Kind.OFFLOAD) and action.chunk is not None:
+                held[action.chunk] = action.nbytes
+
+
+def drop_a_discard(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.DISCARD):
+        yield (
+            _without(plan, action.index),
+            rf"\(offload chunk {action.chunk}\) comes while the chunk's earlier gradient is still",
+        )
+
+
+def discard_before_the_offload(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.DISCARD):
+        for before in action.after:
+            yield (
+                _moved(plan, action.index, before),
+                r"\(discard\) waits for action \d+, which is not before it",
+            )
+
+
+def discard_in_the_step_after(plan: StepPlan) -> Broken:
+    """A discard right before the offload is of the step before: the gradient is always held."""
+    full = [str(m.index) for m in plan.moments if m.live_bytes == _most_live(plan)]
+    for action in _of(plan, Kind.DISCARD):
+        for before in action.after:
+            if plan.schedule.actions[before].nbytes:
+                yield (
+                    _moved(_changed(plan, action.index, after=()), action.index, before),
+                    rf"moment ({'|'.join(full)}) holds \d+ bytes of gradients beside",
+                )
+
+
+def discard_without_waiting(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.DISCARD):
+        if action.after:
+            wanted = (
+                rf"action {action.index} \(discard chunk {action.chunk}\) does not wait for the"
+            )
+            yield _changed(plan, action.index, after=()), wanted
+            for other in _of(plan, Kind.OFFLOAD):
+                if other.index < action.index and other.index not in action.after:
+                    yield _changed(plan, action.index, after=(other.index,)), wanted
+
+
+def discard_twice(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.DISCARD):
+        actions = list(plan.schedule.actions)
+        actions.insert(action.index + 1, replace(action, index=len(actions)))
+        yield (
+            _with(plan, actions),
+            rf"action {action.index + 1} \(discard chunk {action.chunk}\) discards a gradient that "
+            "is not held",
+        )
+
+
+def discard_what_has_a_place(plan: StepPlan) -> Broken:
+    for action in _of(plan, Kind.OFFLOAD):
+        if action.offset is not None:
+            actions = list(plan.schedule.actions)
+            discard = replace(
+                action,
+                index=len(actions),
+                kind=Kind.DISCARD,
+                offset=None,
+                nbytes=0,
+                after=(action.index,),
+            )
+            actions.insert(action.index + 1, discard)
+            yield (
+                _with(plan, actions),
+                rf"action {action.index + 1} \(discard chunk {action.chunk}\) discards a gradient "
+                "that is not held",
+            )
+
+
+def offload_without_a_reduce(plan: StepPlan) -> Broken:
+    for action in _placeless(plan, Kind.REDUCE):
+        yield (
+            _without(plan, action.index),
+            rf"\(offload chunk {action.chunk}\) does not wait for a reduce that left the gradient",
+        )
+
+
+def offload_directly_behind_something_else(plan: StepPlan) -> Broken:
+    for action in _placeless(plan, Kind.OFFLOAD):
+        wanted = (
+            rf"action {action.index} \(offload chunk {action.chunk}\) does not wait for a reduce "
+            "that left the gradient"
+        )
+        yield _changed(plan, action.index, after=()), wanted
+        for other in _of(plan, Kind.REDUCE, Kind.COMPUTE):
+            if other.index < action.index and other.index not in action.after:
+                yield _changed(plan, action.index, after=(other.index,)), wanted
+
+
+def offload_directly_before_the_reduce(plan: StepPlan) -> Broken:
+    for action in _placeless(plan, Kind.OFFLOAD):
+        (reduce,) = action.after
+        yield (
+            _moved(plan, action.index, reduce),
+            r"\(offload\) waits for action \d+, which is not before it",
+        )
+
+
+def reduce_other_bytes_directly(plan: StepPlan) -> Broken:
+    for action in _placeless(plan, Kind.REDUCE):
+        for nbytes in (action.nbytes - 1, action.nbytes + 1):
+            yield (
+                _changed(plan, action.index, nbytes=nbytes),
+                rf"action {action.index} \(reduce chunk {action.chunk}\) has {nbytes} bytes of a "
+                rf"gradient of {action.nbytes}",
+            )
+
+
+def offload_other_bytes_directly(plan: StepPlan) -> Broken:
+    for action in _placeless(plan, Kind.OFFLOAD):
+        for nbytes in (action.nbytes - 1, action.nbytes + 1):
+            yield (
+                _changed(plan, action.index, nbytes=nbytes),
+                rf"action {action.index} \(offload chunk {action.chunk}\) does not move the whole",
+            )
+
+
+def reduce_directly_what_may_not_leave(plan: StepPlan) -> Broken:
+    for action in _placeless(plan, Kind.REDUCE):
+        rest = tuple(d for d in plan.moments[action.moment].direct if d[0] != action.chunk)
+        yield (
+            _with_moment(plan, action.moment, direct=rest),
+            rf"action {action.index} \(reduce chunk {action.chunk}\) has no place, but moment "
+            rf"{action.moment} is not all of its gradient",
+        )
+
+
+def reduce_directly_a_part(plan: StepPlan) -> Broken:
+    """Another moment contributes to the gradient as well, before or after."""
+    for action in _placeless(plan, Kind.REDUCE):
+        for moment in plan.moments:
+            if moment.index != action.moment:
+                yield (
+                    _with_moment(plan, moment.index, reduces=(*moment.reduces, action.chunk)),
+                    rf"action {action.index} \(reduce chunk {action.chunk}\) has no place, but "
+                    rf"moment {action.moment} is not all of its gradient",
+                )
+
+
+def hold_beside_too_much(plan: StepPlan) -> Broken:
+    """One byte more of other data than there is room for beside what is held."""
+    most = _most_live(plan)
+    for moment, held in _held(plan):
+        total = sum(held.values())
+        if total:
+            live = most - total + 1
+            yield (
+                _with_moment(plan, moment, live_bytes=live),
+                rf"moment {moment} holds {total} bytes of gradients beside {live} bytes of "
+                rf"non-model data, over the step's {most}",
+            )
+
+
+def hold_for_longer(plan: StepPlan) -> Broken:
+    """A late discard moved behind the first compute beside which there is no room for it."""
+    held = dict(_held(plan))
+    for action in _of(plan, Kind.DISCARD):
+        if action.after:
+            continue
+        size = next(a.nbytes for a in _of(plan, Kind.OFFLOAD) if a.chunk == action.chunk)
+        for compute in _of(plan, Kind.COMPUTE):
+            moment = plan.moments[compute.moment]
+            room = _most_live(plan) - moment.live_bytes - sum(held[moment.index].values())
+            if compute.index > action.index and room < size:
+                yield (
+                    _moved(plan, action.index, compute.index + 1),
+                    rf"moment {moment.index} holds \d+ bytes of gradients beside",
+                )
+                break
+
+
+def offload_again_while_it_is_held(plan: StepPlan) -> Broken:
+    for action in _placeless(plan, Kind.OFFLOAD):
+        actions = list(plan.schedule.actions)
+        actions.insert(action.index + 1, replace(action, index=len(actions)))
+        yield (
+            _with(plan, actions),
+            rf"action {action.index + 1} \(offload chunk {action.chunk}\) comes while the chunk's "
+            "earlier gradient is still held",
+        )
 
 
 # Bytes.
@@ -460,11 +715,21 @@ def offset_outside_the_arena(plan: StepPlan) -> Broken:
 
 def no_offset(plan: StepPlan) -> Broken:
     for action in _of(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
-        if action.offset is not None:
-            yield (
-                _changed(plan, action.index, offset=None),
-                rf"action {action.index} .*(has no place|that left the gradient where it is)",
+        if action.offset is None:
+            continue
+        what = rf"action {action.index} \({action.kind} chunk {action.chunk}\)"
+        problem = rf"{what} has no place in the arena"
+        if action.kind is Kind.OFFLOAD:
+            problem = rf"{what} does not wait for a reduce that left the gradient where it is"
+        elif action.kind is Kind.REDUCE and action.chunk in dict(
+            plan.moments[action.moment].direct
+        ):
+            problem = (
+                rf"\(offload chunk {action.chunk}\) offloads bytes that hold no gradient of it"
             )
+        elif action.kind is Kind.REDUCE:
+            problem = rf"{what} has no place, but moment {action.moment} is not all of its gradient"
+        yield _changed(plan, action.index, offset=None), problem
 
 
 def shrink_the_arena(plan: StepPlan) -> Broken:
@@ -475,7 +740,7 @@ def shrink_the_arena(plan: StepPlan) -> Broken:
 
 def wrong_nbytes(plan: StepPlan) -> Broken:
     for action in _of(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
-        if action.nbytes and _on_host(plan, action):
+        if action.nbytes and action.offset is not None:
             yield (
                 _changed(plan, action.index, nbytes=action.nbytes - 1),
                 rf"action {action.index} .*moves {action.nbytes - 1} bytes of {action.nbytes}",
@@ -484,18 +749,19 @@ def wrong_nbytes(plan: StepPlan) -> Broken:
 
 def live_bytes_above_the_budget(plan: StepPlan) -> Broken:
     for moment in plan.moments:
-        moments = list(plan.moments)
-        moments[moment.index] = replace(moment, live_bytes=moment.live_bytes + 1)
         budget = plan.budget_bytes
         assert budget is not None
         yield (
-            replace(plan, moments=tuple(moments)),
+            _with_moment(plan, moment.index, live_bytes=_most_live(plan) + 1),
             rf"moment {moment.index} uses {budget + 1} bytes of a budget of {budget}",
         )
 
 
 def reserve_above_the_budget(plan: StepPlan) -> Broken:
-    yield replace(plan, reserved_bytes=plan.reserved_bytes + 1), r"moment 0 uses \d+ bytes of a bud"
+    yield (
+        replace(plan, reserved_bytes=plan.reserved_bytes + 1),
+        r"moment \d+ uses \d+ bytes of a bud",
+    )
 
 
 # Order.
@@ -733,7 +999,7 @@ def wrong_chunk_index(plan: StepPlan) -> Broken:
 
 def move_a_chunk_of_the_device(plan: StepPlan) -> Broken:
     unlimited = replace(plan, budget_bytes=None)
-    for action in _of(plan, Kind.FETCH, Kind.OFFLOAD, Kind.WAIT, Kind.RELEASE):
+    for action in _of(plan, Kind.FETCH, Kind.OFFLOAD, Kind.WAIT, Kind.RELEASE, Kind.DISCARD):
         assert action.chunk is not None
         chunk = plan.chunks[action.chunk]
         # Nothing else of the chunk is left that could be found instead.
@@ -777,6 +1043,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     reduce_what_has_no_gradient,
     offload_before_the_last_reduce,
     offload_other_bytes,
+    drop_a_discard,
+    discard_before_the_offload,
+    discard_in_the_step_after,
+    discard_without_waiting,
+    discard_twice,
+    discard_what_has_a_place,
+    offload_without_a_reduce,
+    offload_directly_behind_something_else,
+    offload_directly_before_the_reduce,
+    reduce_other_bytes_directly,
+    offload_other_bytes_directly,
+    reduce_directly_what_may_not_leave,
+    reduce_directly_a_part,
+    hold_beside_too_much,
+    hold_for_longer,
+    offload_again_while_it_is_held,
     unaligned_offset,
     offset_outside_the_arena,
     no_offset,
