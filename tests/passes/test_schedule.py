@@ -16,6 +16,7 @@ from tests.passes.plans import (
     Step,
     a_chunk,
     as_plan,
+    leaving,
     moments_of,
     palindrome,
     planned,
@@ -126,6 +127,148 @@ def test_without_prefetching_a_fetch_comes_right_before_its_use() -> None:
         "compute m4",
         "release 1",
     ]
+
+
+def test_a_gradient_that_leaves_directly_needs_no_place_and_is_discarded_later() -> None:
+    # Beside the forward's last moment everything else has room for all four gradients.
+    assert _actions(leaving(palindrome(4), 0, 0, 0, 4, 0, 0, 0, 0), 2) == [
+        "fetch 0 @0",
+        "wait 0 <0",
+        "compute m0",
+        "fetch 1 @1",
+        "release 0",
+        "fetch 2 @0 <2",
+        "wait 1 <3",
+        "compute m1",
+        "release 1",
+        "fetch 3 @1 <7",
+        "wait 2 <5",
+        "compute m2",
+        # What the step before left behind: there is room for it until here.
+        "discard 2",
+        "discard 1",
+        "discard 0",
+        "wait 3 <9",
+        "compute m3",
+        "compute m4",
+        "release 3",
+        "reduce 3",
+        "offload 3 <19",
+        # Behind the last reader of these bytes: no gradient is put there.
+        "fetch 1 @1 <17",
+        "compute m5",
+        "release 2",
+        "reduce 2",
+        "offload 2 <24",
+        "fetch 0 @0 <22",
+        "wait 1 <21",
+        "compute m6",
+        "release 1",
+        "reduce 1",
+        "offload 1 <30",
+        # Held while m5 and m6 compute.
+        "discard 3 <20",
+        "wait 0 <26",
+        "compute m7",
+        "release 0",
+        "reduce 0",
+        "offload 0 <36",
+    ]
+
+
+def test_gradients_without_room_have_a_place_beside_those_that_leave_directly() -> None:
+    # There is room only while m5 computes: chunk 2's gradient must lie in the arena until then,
+    # and the others' are discarded before the next step computes anything.
+    assert _actions(leaving(palindrome(3), 2, 2, 2, 2, 2, 1), 2) == [
+        "discard 1",
+        "discard 0",
+        "fetch 0 @0",
+        "wait 0 <2",
+        "compute m0",
+        "fetch 1 @1",
+        "release 0",
+        "fetch 2 @0 <4",
+        "wait 1 <5",
+        "compute m1",
+        "wait 2 <7",
+        "compute m2",
+        "compute m3",
+        "release 2",
+        "reduce 2 @0",
+        "offload 2 @0 <14",
+        "fetch 0 @0 <15",
+        "compute m4",
+        "release 1",
+        "reduce 1",
+        "offload 1 <19",
+        "wait 0 <16",
+        "compute m5",
+        "release 0",
+        "reduce 0",
+        "offload 0 <24",
+    ]
+
+
+def test_what_leaves_directly_adds_nothing_to_the_smallest_capacity() -> None:
+    chunks = units(1, 3)
+    moments = moments_of([0], [0], [], reduces={1: [0, 1]})
+
+    def smallest(*live: int) -> int:
+        step = leaving((chunks, moments), *live)
+        return smallest_capacity(*step, prefetch=None, carry=False)
+
+    assert smallest(0, 0, 0) == 4 * UNIT, "no room for either while m2 computes"
+    assert smallest(1, 0, 0) == 3 * UNIT, "for chunk 0"
+    assert smallest(3, 0, 0) == 3 * UNIT, "chunk 0 comes first"
+    assert smallest(4, 0, 0) == UNIT, "for both"
+
+
+def _forward_only(count: int) -> Step:
+    """A palindrome whose backward does not read chunk 0: an embedding's weights, say."""
+    chunks, moments = palindrome(count)
+    return chunks, moments[:-1]
+
+
+def test_what_the_backward_does_not_read_is_fetched_again_for_the_next_step() -> None:
+    plan = planned(_forward_only(3), 2 * UNIT, carry=True)
+    verify(plan)
+    assert plan.schedule.carried == (0,)
+    assert written(plan.schedule.actions) == [
+        "fetch 0 @0",
+        "wait 0 <0",
+        "compute m0",
+        "fetch 1 @1",
+        # It makes room for chunk 2, though it is kept.
+        "release 0",
+        "fetch 2 @0 <2",
+        "wait 1 <3",
+        "compute m1",
+        "wait 2 <5",
+        "compute m2",
+        "compute m3",
+        "release 2",
+        "reduce 2 @0",
+        "offload 2 @0 <12",
+        # It comes back to where it began, as soon as that is free, and nobody waits for it.
+        "fetch 0 @0 <13",
+        "compute m4",
+        "release 1",
+        "reduce 1 @1",
+        "offload 1 @1 <17",
+    ]
+
+
+def test_what_has_room_through_the_step_is_not_fetched_again() -> None:
+    plan = planned(_forward_only(3), 3 * UNIT, carry=True)
+    verify(plan)
+    assert plan.schedule.carried == (0, 1)
+    assert [a.chunk for a in plan.actions(Kind.FETCH)] == [0, 1, 2]
+
+
+def test_without_carrying_nothing_is_fetched_for_the_next_step() -> None:
+    plan = planned(_forward_only(3), 2 * UNIT)
+    assert plan.schedule.carried == ()
+    assert [a.chunk for a in plan.actions(Kind.FETCH)] == [0, 1, 2]
 
 
 def test_chunks_at_home_on_the_device_are_only_reduced() -> None:

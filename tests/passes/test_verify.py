@@ -45,6 +45,12 @@ def _tied() -> Step:
     return chunks_of_units(2, 1, 1), moments_of([0, 1], [2], [2], [1], [0], reduces=reduces)
 
 
+def _forward_only() -> Step:
+    """The backward does not read chunk 0, which the next step needs first."""
+    reduces = {3: [2], 4: [1]}
+    return chunks_of_units(1, 1, 1), moments_of([0], [1], [2], [2], [1], reduces=reduces)
+
+
 def _long() -> Step:
     """The gradient of chunk 0 is there while others come and go."""
     reduces = {3: [0, 2], 4: [1], 5: [0]}
@@ -88,6 +94,7 @@ PLANS: dict[str, StepPlan] = {
     "palindrome": planned(palindrome(6), 3 * UNIT),
     "on demand": planned(palindrome(5), 2 * UNIT, prefetch=0),
     "carried": planned(palindrome(7), 5 * UNIT, carry=True),
+    "returning": planned(_forward_only(), 2 * UNIT, carry=True),
     "tied": planned(_tied(), 4 * UNIT),
     "long": planned(_long(), 2 * UNIT),
     "mixed": planned(_mixed(), 9 * UNIT),
@@ -206,13 +213,40 @@ def drop_a_wait(plan: StepPlan) -> Broken:
         yield _without(plan, action.index), rf"reads chunk {action.chunk} without waiting for it"
 
 
+def _waited_for(plan: StepPlan) -> list[Action]:
+    """All fetches but those for the next step."""
+    awaited = {before for action in _of(plan, Kind.WAIT) for before in action.after}
+    return [a for a in _of(plan, Kind.FETCH) if a.index in awaited]
+
+
 def drop_a_fetch(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.FETCH):
+    for action in _waited_for(plan):
         yield _without(plan, action.index), rf"reads chunk {action.chunk}, which is not resident"
 
 
-def wait_without_a_fetch(plan: StepPlan) -> Broken:
+def drop_a_fetch_for_the_next_step(plan: StepPlan) -> Broken:
+    awaited = _waited_for(plan)
     for action in _of(plan, Kind.FETCH):
+        if action not in awaited:
+            yield (
+                _without(plan, action.index),
+                rf"carried chunk {action.chunk} does not end where its first fetch puts it",
+            )
+
+
+def fetch_for_the_next_step_without_carrying(plan: StepPlan) -> Broken:
+    awaited = _waited_for(plan)
+    for action in _of(plan, Kind.FETCH):
+        if action not in awaited:
+            carried = tuple(c for c in plan.schedule.carried if c != action.chunk)
+            yield (
+                replace(plan, schedule=replace(plan.schedule, carried=carried)),
+                rf"chunk {action.chunk} is fetched by action {action.index} and never read",
+            )
+
+
+def wait_without_a_fetch(plan: StepPlan) -> Broken:
+    for action in _waited_for(plan):
         yield (
             _without(plan, action.index),
             rf"\(wait chunk {action.chunk}\) waits for a chunk that is not resident",
@@ -1017,6 +1051,8 @@ def move_a_chunk_of_the_device(plan: StepPlan) -> Broken:
 MUTATIONS: tuple[Mutation, ...] = (
     drop_a_wait,
     drop_a_fetch,
+    drop_a_fetch_for_the_next_step,
+    fetch_for_the_next_step_without_carrying,
     wait_without_a_fetch,
     release_twice,
     drop_a_release,
