@@ -85,6 +85,7 @@ def partition(
         for node in backward.graph.find_nodes(op="placeholder")
         if node.name in outputs
     }
+    _check_saves_no_parameter(forward.graph, saved)
     anchor_gradients = _cut_anchor_gradients(backward)
     return Partitioned(
         forward=forward, backward=backward, saved=saved, anchor_gradients=anchor_gradients
@@ -94,23 +95,37 @@ def partition(
 def _recompute_parameters(graph: fx.Graph) -> None:
     """Tag each fetch, with the views and casts behind it, to be repeated in the backward.
 
-    Inside a checkpointed region a node keeps the region's id. Everything else gets an id above all
-    regions': the partitioner saves a recomputed node whose id is lower than its user's.
+    All of them get one id above every checkpointed region's, inside a region as well: the
+    partitioner saves a recomputed node that a recomputed node with a higher id reads, and equal
+    fetches of several regions and of the backward itself become one before it looks.
     """
     regions = [r for n in graph.nodes if (r := checkpoint_region(n)) is not None]
-    outside = max(regions, default=0) + 1
-    chain = set(memory_nodes(graph, "fetch"))
+    above = max(regions, default=0) + 1
+    for node in _behind_fetches(graph):
+        mark_recompute(node, above)
+
+
+def _behind_fetches(graph: fx.Graph) -> set[fx.Node]:
+    """The fetches of a tagged graph, and the views and casts of nothing else."""
+    found = set(memory_nodes(graph, "fetch"))
     for node in graph.nodes:
-        if node in chain or (
+        if (
             node.all_input_nodes
-            and all(n in chain for n in node.all_input_nodes)
+            and all(n in found for n in node.all_input_nodes)
             and (is_view(node) or node.target is torch.ops.aten._to_copy.default)
         ):
-            chain.add(node)
-            mark_recompute(node, outside)
-    for node in graph.nodes:
-        if node.op == "call_function" and checkpoint_region(node) is None:
-            node.meta["ac_graph_id"] = outside
+            found.add(node)
+    return found
+
+
+def _check_saves_no_parameter(forward: fx.Graph, saved: Mapping[fx.Node, fx.Node]) -> None:
+    """Assert that the partitioner kept to our tags; else memory would grow, or worse, unseen."""
+    parameters = _behind_fetches(forward)
+    wrong = [f"{value}" for value in saved.values() if value in parameters]
+    assert not wrong, (
+        f"internal error: the partitioner saves parameters for the backward, which should fetch "
+        f"them anew: {', '.join(wrong)}; please report this with the model's forward"
+    )
 
 
 def _cut_anchor_gradients(backward: fx.GraphModule) -> dict[int, int]:

@@ -224,7 +224,7 @@ def mark_recompute(node: fx.Node, graph_id: int) -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    node.meta.setdefault("ac_graph_id", graph_id)
+    node.meta["ac_graph_id"] = graph_id
 
 
 def checkpoint_region(node: fx.Node) -> int | None:
