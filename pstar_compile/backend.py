@@ -30,8 +30,9 @@ from pstar_compile.hardware import library_bytes, rates_of
 from pstar_compile.program import Program, Signature
 from pstar_compile.refusal import refuse_at_call
 from pstar_compile.runtime.engine import Engine
-from pstar_compile.runtime.parameter import ManagedParameter, masters
+from pstar_compile.runtime.parameter import ManagedParameter, masters, written_in_forward
 from pstar_compile.torch_compat import aot_compile, inductor_decompositions, wake_compile_workers
+from pstar_compile.writes import reading_fetches_last, take_written
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ def patrickstar(
         options: see :class:`pstar_compile.config.BackendConfig`.
         mode: a torch.compile mode; the plan decides what modes would, so only "default" is taken.
 
-    The first call raises a ValueError for an unknown option, or for a step that cannot fit the
-    budget (``PlanError``).
+    The first call raises a ValueError for an unknown option, for a forward that writes to a
+    parameter in place, or for a step that cannot fit the budget (``PlanError``).
     """
     return refuse_at_call(lambda: _compile(gm, example_inputs, options, mode))
 
@@ -159,15 +160,16 @@ class _CompiledGraph:
         inductor = config.inner == "inductor"
         if inductor and engine.config.device.type == "cuda":
             wake_compile_workers()
-        self._compiled = aot_compile(
-            gm,
-            example_inputs,
-            forward=self._compile_forward,
-            backward=self._compile_backward,
-            inference=self._compile_inference,
-            partition=self._partition,
-            decompositions=inductor_decompositions() if inductor else {},
-        )
+        with reading_fetches_last(gm):
+            self._compiled = aot_compile(
+                gm,
+                example_inputs,
+                forward=self._compile_forward,
+                backward=self._compile_backward,
+                inference=self._compile_inference,
+                partition=self._partition,
+                decompositions=inductor_decompositions() if inductor else {},
+            )
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; returns Dynamo's outputs."""
@@ -220,6 +222,7 @@ class _CompiledGraph:
     def _partition(
         self, joint: fx.GraphModule, inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self._refuse_writes(joint.graph)
         self._partitioned = partition(
             joint,
             inputs,
@@ -239,8 +242,15 @@ class _CompiledGraph:
         return self._engine.compiled[self].programs[-1].backward
 
     def _compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self._refuse_writes(gm.graph)
         tag(gm.graph, self._index_of_input)
         return self._keep(self._build(gm, None)).forward
+
+    def _refuse_writes(self, graph: fx.Graph) -> None:
+        written = take_written(graph, self._index_of_input)
+        if written:
+            members = self._members()
+            raise written_in_forward(members[i] for i in written)
 
     def _build(self, forward: fx.GraphModule, partitioned: Partitioned | None) -> Program:
         engine = self._engine

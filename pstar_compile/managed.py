@@ -127,7 +127,9 @@ def _managed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
                 return base.forward(self, *args, **kwargs)
             scope.engine.begin_eager_forward()
             try:
-                return base.forward(self, *args, **kwargs)
+                output = base.forward(self, *args, **kwargs)
+                scope.engine.on_demand.check_unwritten()
+                return output
             finally:
                 scope.engine.end_eager_forward()
         finally:

@@ -1,8 +1,9 @@
-"""The two custom ops that a managed parameter leaves in a graph.
+"""The custom ops that a managed parameter leaves in a graph.
 
 ``pstar::fetch(anchor, shape)`` stands for reading a parameter, ``pstar::reduce(grad, anchor)`` for
 giving it a gradient. The *anchor*, a one-element tensor on the compute device, names the parameter
-by its data pointer, so no id is ever baked into a graph. The ops are defined with
+by its data pointer, so no id is ever baked into a graph. ``pstar::unwritten(copy, anchor)`` stands
+in graphs only while they are traced, see :mod:`pstar_compile.writes`. The ops are defined with
 ``torch.library.Library`` rather than ``custom_op``: several times cheaper per call, and no version
 counter is bumped.
 """
@@ -34,6 +35,7 @@ _owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 _library = torch.library.Library("pstar", "DEF")
 _library.define("fetch(Tensor anchor, SymInt[] shape) -> Tensor")
 _library.define("reduce(Tensor grad, Tensor anchor) -> Tensor")
+_library.define("unwritten(Tensor copy, Tensor anchor) -> ()")
 
 
 def bind(anchor: Tensor, owner: Owner) -> None:
@@ -84,6 +86,7 @@ def _fake_reduce(grad: Tensor, anchor: Tensor) -> Tensor:
 
 torch.library.register_fake("pstar::fetch", _fake_fetch, lib=_library)
 torch.library.register_fake("pstar::reduce", _fake_reduce, lib=_library)
+torch.library.register_fake("pstar::unwritten", lambda copy, anchor: None, lib=_library)
 
 
 def _save_anchor(ctx: Any, inputs: tuple[Tensor, Sequence[int]], output: Tensor) -> None:
@@ -107,8 +110,10 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd("pstar::reduce", _refuse_double_backward, lib=_library)
 
-# A reduce whose result nobody reads must survive dead-code elimination.
-torch.fx.node.has_side_effect(torch.ops.pstar.reduce.default)
-
 FETCH = torch.ops.pstar.fetch.default
 REDUCE = torch.ops.pstar.reduce.default
+UNWRITTEN = torch.ops.pstar.unwritten.default
+
+# What has a result that nobody reads, or none, must survive dead-code elimination.
+torch.fx.node.has_side_effect(REDUCE)
+torch.fx.node.has_side_effect(UNWRITTEN)

@@ -233,6 +233,21 @@ def checkpoint_region(node: fx.Node) -> int | None:
     return None if region is None else int(region)
 
 
+def checkpointed_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """The bodies of the checkpointed regions in a Dynamo graph, nested ones included.
+
+    Private: the higher-order op that Dynamo makes of ``torch.utils.checkpoint``.
+    """
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    found: dict[fx.GraphModule, None] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
+        body = gm.get_submodule(str(node.args[0].target))
+        assert isinstance(body, fx.GraphModule)
+        found |= dict.fromkeys((body, *checkpointed_bodies(body)))
+    return list(found)
+
+
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy second tensors into first ones, in few kernels. Private: ``_foreach_copy_``."""
     if pairs:

@@ -222,7 +222,7 @@ class Engine:
         """Give every master a storage of its own and end the streams."""
         self.release_arena()
         self.streams.synchronize()
-        self.on_demand.drop_all()
+        self.on_demand.close()
         for parameter in self.parameters:
             settle(parameter.master)
         for chunk in dict.fromkeys(self.chunk_of.values()):

@@ -7,12 +7,14 @@ after the parameter is evicted. The least recently used ones are evicted to hold
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pstar_compile.runtime.parameter import written_in_forward
 from pstar_compile.torch_compat import storage_is_alive, weak_storage, without_dynamo
 
 if TYPE_CHECKING:
@@ -28,6 +30,20 @@ class _Packed:
         self.version = parameter.master._version
         self.geometry = (view.size(), view.stride(), view.storage_offset())
         self.dtype = view.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    """A compute copy; the master's version counter, and its own, when it was filled."""
+
+    copy: Tensor
+    master_version: int
+    version: int
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody wrote to the copy: the master would never see it."""
+        return self.copy._version != self.version
 
 
 class OnDemand:
@@ -47,7 +63,7 @@ class OnDemand:
         self._device = device
         self._limit = limit
         self._counters = counters
-        self._resident: OrderedDict[ManagedParameter, tuple[Tensor, int]] = OrderedDict()
+        self._resident: OrderedDict[ManagedParameter, _Resident] = OrderedDict()
         self._by_pointer: dict[int, ManagedParameter] = {}
         # Evicted copies that somebody may still hold: they occupy memory until then.
         self._evicted: list[tuple[object, int]] = []
@@ -61,24 +77,41 @@ class OnDemand:
         if limit is None and master.device == self._device and master.dtype == parameter.dtype:
             return master.detach()
         resident = self._resident.get(parameter)
-        if resident is not None and resident[1] == master._version:
+        if resident is not None and resident.master_version == master._version:
             self._resident.move_to_end(parameter)
-            return resident[0].detach()
-        self._drop(parameter)
+            return resident.copy.detach()
+        self._evict([parameter])
         if limit is not None:
             self._make_room(parameter, limit)
         with torch.inference_mode(False), torch.no_grad():
             copy = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
             copy.copy_(master.detach(), non_blocking=True)
-        self._resident[parameter] = (copy, master._version)
+        self._resident[parameter] = _Resident(copy, master._version, copy._version)
         self._by_pointer[copy.untyped_storage().data_ptr()] = parameter
         self._counters.on_demand(parameter.nbytes)
         return copy.detach()
 
     def drop_all(self) -> None:
-        """Evict everything: masters may have been written since."""
+        """Evict everything: masters may have been written since.
+
+        Raises:
+            ValueError: if a copy was written; it names the parameters.
+        """
+        self._evict(list(self._resident))
+
+    def close(self) -> None:
+        """Forget everything, written or not."""
         for parameter in list(self._resident):
             self._drop(parameter)
+
+    @without_dynamo
+    def check_unwritten(self) -> None:
+        """Raise now what evicting the copies would raise later.
+
+        Raises:
+            ValueError: if a copy was written; it names the parameters.
+        """
+        self._evict([p for p, resident in self._resident.items() if resident.written])
 
     @property
     def resident_bytes(self) -> int:
@@ -94,15 +127,21 @@ class OnDemand:
                 f"arena_memory) in pstar_compile.manage"
             )
         while self._resident and self.resident_bytes + parameter.nbytes > limit:
-            self._drop(next(iter(self._resident)))
+            self._evict([next(iter(self._resident))])
 
-    def _drop(self, parameter: ManagedParameter) -> None:
+    def _evict(self, parameters: Sequence[ManagedParameter]) -> None:
+        written = [p for p in parameters if self._drop(p)]
+        if written:
+            raise written_in_forward(written)
+
+    def _drop(self, parameter: ManagedParameter) -> bool:
+        """Forget a copy; returns whether it was written."""
         resident = self._resident.pop(parameter, None)
         if resident is None:
-            return
-        copy = resident[0]
-        self._by_pointer.pop(copy.untyped_storage().data_ptr(), None)
-        self._evicted.append((weak_storage(copy), parameter.nbytes))
+            return False
+        self._by_pointer.pop(resident.copy.untyped_storage().data_ptr(), None)
+        self._evicted.append((weak_storage(resident.copy), parameter.nbytes))
+        return resident.written
 
     @property
     def in_forward(self) -> bool:
