@@ -24,7 +24,7 @@ def written_in_forward(parameters: Iterable[ManagedParameter]) -> ValueError:
     """The error for parameters whose compute copies were written in place."""
     names = ", ".join(repr(p.name) for p in parameters)
     return ValueError(
-        f"a forward writes to managed parameters in place: {names}. It reads copies of them, so the "
+        f"a forward writes to managed parameters in place: {names}. It reads copies, so the "
         f"writes would be lost. Write to parameters outside the forward, after optimizer.step() "
         f"say (nn.Embedding(max_norm=...) writes inside it: renormalise there instead), or call "
         f"pstar_compile.unmanage(model)."
