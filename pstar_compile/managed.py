@@ -23,6 +23,7 @@ from pstar_compile.config import ManageConfig, parse_bytes
 from pstar_compile.runtime.engine import Engine
 from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.stats import Stats
+from pstar_compile.torch_compat import backward_id
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +100,16 @@ class ManagedModule:
         )
 
 
+def _recomputing() -> bool:
+    """Whether a backward runs on this thread: it may repeat a part of a forward (activation
+    checkpointing), outside of any module's forward.
+    """
+    return not torch.compiler.is_compiling() and backward_id() != -1
+
+
 def _property(name: str) -> property:
     def read(self: Any) -> Any:
-        if self._pstar_scope.inside and name in self._pstar_anchors:
+        if name in self._pstar_anchors and (self._pstar_scope.inside or _recomputing()):
             return torch.ops.pstar.fetch(self._pstar_anchors[name], self._pstar_shapes[name])
         try:
             return self._parameters[name]

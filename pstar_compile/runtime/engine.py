@@ -24,7 +24,7 @@ from pstar_compile.runtime.parameter import ManagedParameter, masters
 from pstar_compile.runtime.stats import Counters, Stats
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.streams import Event, Streams
-from pstar_compile.torch_compat import without_dynamo
+from pstar_compile.torch_compat import backward_id, without_dynamo
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class Engine:
     @without_dynamo
     def begin_eager_forward(self) -> None:
         """A forward outside a plan begins: every fetch is on demand."""
-        if not self.on_demand.in_forward:
+        if not self.on_demand.in_forward and backward_id() == -1:
             self.gradients.drop_abandoned()
             self.start_step_if_due(None)
         self.on_demand.begin_forward()

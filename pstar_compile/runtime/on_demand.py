@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pstar_compile.runtime.parameter import written_in_forward
-from pstar_compile.torch_compat import storage_is_alive, weak_storage, without_dynamo
+from pstar_compile.torch_compat import backward_id, storage_is_alive, weak_storage, without_dynamo
 
 if TYPE_CHECKING:
     from pstar_compile.runtime.parameter import ManagedParameter
@@ -68,6 +69,7 @@ class OnDemand:
         # Evicted copies that somebody may still hold: they occupy memory until then.
         self._evicted: list[tuple[object, int]] = []
         self._depth = 0
+        self._saving: AbstractContextManager[object] = nullcontext()
 
     def fetch(self, parameter: ManagedParameter) -> Tensor:
         """The compute copy of ``parameter``: its values as they are now, on the device."""
@@ -152,9 +154,13 @@ class OnDemand:
         """An eager forward begins: fetches see the masters as they are now, and what autograd
         saves of a fetched parameter is replaced by a recipe to fetch it again in the backward.
         """
-        if self._depth == 0:
+        if self._depth == 0 and backward_id() != -1:
+            # Activation checkpointing repeats a forward: it keeps account of what is saved itself.
+            self._saving = nullcontext()
+        elif self._depth == 0:
             self.drop_all()
             self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        if self._depth == 0:
             self._saving.__enter__()
         self._depth += 1
 
@@ -162,7 +168,7 @@ class OnDemand:
         """The forward that began last ends."""
         self._depth -= 1
         if self._depth == 0:
-            self._saving.__exit__()
+            self._saving.__exit__(None, None, None)
 
     @without_dynamo
     def _pack(self, tensor: Tensor) -> Tensor | _Packed:
