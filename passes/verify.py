@@ -66,8 +66,11 @@ def _layout(plan: StepPlan) -> Iterable[str]:
                 yield f"{where} overlaps the parameter before it"
             if slot.nbytes != parameter.nbytes:
                 yield f"{where} has {slot.nbytes} bytes of space for {parameter.nbytes}"
-            if (parameter.dtype, parameter.requires_grad) != (chunk.dtype, chunk.requires_grad):
-                yield f"{where} has another dtype or requires_grad than the chunk"
+            if parameter.dtype != chunk.dtype:
+                yield f"{where} has another dtype than the chunk"
+            # One that was frozen after the chunk was made stays in it.
+            if parameter.requires_grad and not chunk.requires_grad:
+                yield f"{where} requires a gradient, but the chunk does not"
             end = slot.offset + slot.nbytes
         if chunk.nbytes != end:
             yield f"chunk {chunk.index} has {chunk.nbytes} bytes for {end} bytes of content"

@@ -358,6 +358,8 @@ def _with_chunk_mates(
         replace(
             chunk.layout,
             index=position,
+            # Members may have been frozen or unfrozen since the chunk was made.
+            requires_grad=any(p.master.requires_grad for p in chunk.parameters),
             content=tuple(
                 replace(slot, parameter=index[parameter])
                 for slot, parameter in zip(chunk.layout.content, chunk.parameters, strict=True)

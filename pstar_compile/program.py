@@ -319,7 +319,6 @@ def _geometry(chunk: Chunk) -> tuple[object, ...]:
     return (
         chunk.home,
         chunk.dtype,
-        chunk.requires_grad,
         tuple((s.offset, s.nbytes) for s in chunk.content),
     )
 
