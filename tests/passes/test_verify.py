@@ -1016,9 +1016,12 @@ def wrong_chunk_size(plan: StepPlan) -> Broken:
 
 def wrong_kind_of_chunk(plan: StepPlan) -> Broken:
     for chunk in plan.chunks:
-        wanted = rf"in chunk {chunk.index} has another dtype or requires_grad than the chunk"
-        yield _with_chunk(plan, replace(chunk, dtype=torch.bfloat16)), wanted
-        yield _with_chunk(plan, replace(chunk, requires_grad=not chunk.requires_grad)), wanted
+        where = rf"in chunk {chunk.index}"
+        other = replace(chunk, dtype=torch.bfloat16)
+        yield _with_chunk(plan, other), rf"{where} has another dtype than the chunk"
+        if chunk.requires_grad:
+            frozen = _with_chunk(plan, replace(chunk, requires_grad=False))
+            yield frozen, rf"{where} requires a gradient, but the chunk does not"
 
 
 def wrong_chunk_index(plan: StepPlan) -> Broken:
