@@ -104,6 +104,12 @@ def test_without_a_forward_nothing_is_late() -> None:
     assert direct(chunks, backward[1:]) == Direct(nbytes={}, discards={})
 
 
+def test_positions_count_and_not_the_numbers_of_the_moments() -> None:
+    chunks, moments = leaving(palindrome(4), 0, 0, 0, 4, 0, 0, 0, 0)
+    renumbered = [replace(m, index=m.index + 10) for m in moments]
+    assert direct(chunks, renumbered) == direct(chunks, moments)
+
+
 def test_chunks_of_the_device_stay_there_and_take_no_room() -> None:
     chunks, moments = leaving(palindrome(4), 0, 0, 0, 1, 0, 0, 0, 0)
     at_home = (*chunks[:3], replace(chunks[3], home=Home.DEVICE))

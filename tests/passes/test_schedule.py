@@ -265,6 +265,15 @@ def test_what_has_room_through_the_step_is_not_fetched_again() -> None:
     assert [a.chunk for a in plan.actions(Kind.FETCH)] == [0, 1, 2]
 
 
+def test_only_what_is_carried_comes_back() -> None:
+    chunks, moments = palindrome(4)
+    plan = planned((chunks, moments[:-2]), 2 * UNIT, carry=True)
+    verify(plan)
+    # The backward does not read chunk 1 either, but there is no room to keep it as well.
+    assert plan.schedule.carried == (0,)
+    assert [a.chunk for a in plan.actions(Kind.FETCH)] == [0, 1, 2, 3, 0]
+
+
 def test_without_carrying_nothing_is_fetched_for_the_next_step() -> None:
     plan = planned(_forward_only(3), 2 * UNIT)
     assert plan.schedule.carried == ()
