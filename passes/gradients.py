@@ -42,12 +42,17 @@ def whole_gradients(
     return tuple(found)
 
 
+def _is_returned(root: fx.Node) -> bool:
+    """Whether the caller gets the memory of ``root``."""
+    return any(alias_root(n) is root for n in root.graph.output_node().all_input_nodes)
+
+
 def _own_bytes(value: fx.Node, dtype: torch.dtype) -> int | None:
     """Bytes of a gradient that is alone in its memory; None if it cannot be copied as it is."""
     root = alias_root(value)
     tensor = value.meta.get("val")
-    # What the caller gave may change once the backward is over, and a weight has its own place.
-    if root.op == "placeholder" or is_memory(root, "fetch"):
+    # What the caller gave or gets may change once the backward is over; a weight has its own place.
+    if root.op != "call_function" or is_memory(root, "fetch") or _is_returned(root):
         return None
     if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or not tensor.is_contiguous():
         return None

@@ -195,3 +195,18 @@ def test_inference_has_none() -> None:
     y = b.call(aten.mm.default, y, b.fetch(1, 4, 4))
     assert _whole(b.output(y), {0: 0, 1: 1}) == ((), ())
     assert whole_gradients((), ()) == ()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_what_the_caller_gets_stays_with_it(view: bool) -> None:
+    b = Builder()
+    y = b.call(aten.mm.default, b.input(4, 4), b.fetch(0, 4, 4))
+    b.reduce(y, 0)
+    returned = b.call(aten.t.default, y) if view else y
+    assert _whole(b.output(returned), {0: 0}) == ((),)
+
+
+def test_a_constant_is_not_the_graphs_to_give_away() -> None:
+    b = Builder()
+    b.call(aten.mm.default, b.input(4, 4), b.fetch(0, 4, 4))
+    assert _of_one(b, b.constant(torch.ones(4, 4))) == ()
