@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import sympy
 from torch import fx
@@ -33,10 +34,9 @@ from passes.plan import (
     Parameter,
     PlanError,
     Rates,
-    Schedule,
     StepPlan,
 )
-from passes.schedule import schedule, smallest_capacity
+from passes.schedule import schedule
 from passes.segments import Segment, split
 from passes.simulate import simulate
 from passes.verify import verify
@@ -102,9 +102,14 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outline:
-    """A step up to its segments: chunks, and the segments of both graphs in order."""
+    """A step up to its segments: chunks, and the segments of both graphs in order.
+
+    ``fixed`` are the chunks that were given, ``home`` is the home of all.
+    """
 
     captured: Captured
+    fixed: tuple[Chunk, ...]
+    home: Home
     chunks: tuple[Chunk, ...]
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
@@ -142,9 +147,9 @@ def outline(
     if captured.backward is not None:
         localize(captured.backward)
         backward = lifetimes(captured.backward.graph)
-    flops: dict[fx.Node, int] = {}
+    cut_at = partial(_outline, captured, forward, backward, rates, {})
     if home is None:
-        whole = _outline(captured, (), (), forward, backward, rates, flops)
+        whole = cut_at(fixed=(), home=Home.DEVICE, chunks=(), cut=())
         peak = max(peaks(whole, None, captured.symbols), default=0)
         home = place(
             state_bytes=limits.state_bytes,
@@ -166,7 +171,7 @@ def outline(
             ),
         )
         cut = chunks if target is not None else [c for c in chunks if c.home is Home.HOST]
-        candidate = _outline(captured, chunks, cut, forward, backward, rates, flops)
+        candidate = cut_at(fixed=tuple(fixed), home=home, chunks=chunks, cut=cut)
         score = _score(candidate, limits, choices, rates)
         if best is None or score < best[0]:
             best = (score, candidate)
@@ -201,13 +206,17 @@ def finish(
         rates: the machine's.
 
     Raises:
-        PlanError: if the step cannot fit; says the moment, the bytes, and the smallest budget
-            that works.
+        PlanError: if the step cannot fit; ``explain`` finds out what would.
     """
     started = time.perf_counter()
-    moments = _moments(outlined, peaks(outlined, internal, symbols))
-    capacity = _capacity(outlined.chunks, moments, limits)
-    scheduled = _schedule(outlined.chunks, moments, capacity, limits, choices)
+    moments = moments_of(outlined, internal, symbols)
+    scheduled = schedule(
+        outlined.chunks,
+        moments,
+        capacity_bytes=max(_capacity(outlined.chunks, moments, limits), 0),
+        prefetch=choices.prefetch,
+        carry=choices.carry,
+    )
     timeline = simulate(outlined.chunks, moments, scheduled, rates)
     plan = StepPlan(
         parameters=outlined.captured.parameters,
@@ -250,12 +259,15 @@ def peaks(
 
 def _outline(
     captured: Captured,
-    chunks: tuple[Chunk, ...],
-    cut: Sequence[Chunk],
     forward: Lifetimes,
     backward: Lifetimes | None,
     rates: Rates,
     flops: dict[fx.Node, int],
+    *,
+    fixed: tuple[Chunk, ...],
+    home: Home,
+    chunks: tuple[Chunk, ...],
+    cut: Sequence[Chunk],
 ) -> Outline:
     chunk_of = {s.parameter: c.index for c in cut for s in c.content}
     forward_segments = split(forward, chunk_of, graph=captured.forward.graph)
@@ -265,6 +277,8 @@ def _outline(
     segments = forward_segments + backward_segments
     return Outline(
         captured=captured,
+        fixed=fixed,
+        home=home,
         chunks=chunks,
         forward=forward_segments,
         backward=backward_segments,
@@ -317,7 +331,11 @@ def _numbered(chunks: Sequence[Chunk], *, start: int) -> list[Chunk]:
     return [replace(c, index=start + i) for i, c in enumerate(chunks)]
 
 
-def _moments(outlined: Outline, live: Sequence[int]) -> tuple[Moment, ...]:
+def moments_of(
+    outlined: Outline, internal: Mapping[int, int] | None, symbols: Mapping[sympy.Symbol, int]
+) -> tuple[Moment, ...]:
+    """The moments for given sizes; arguments as in :func:`finish`."""
+    live = peaks(outlined, internal, symbols)
     chunk_of = {s.parameter: c.index for c in outlined.chunks for s in c.content}
     at_once = whole_gradients(outlined.segments, outlined.chunks)
     moments = []
@@ -343,77 +361,21 @@ def _capacity(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits
     if limits.arena_limit is not None:
         total = min(total, limits.arena_limit)
     if limits.budget_bytes is not None:
-        total = min(total, limits.budget_bytes - _fixed_bytes(chunks, moments, limits))
+        total = min(total, limits.budget_bytes - fixed_bytes(chunks, moments, limits))
     return total
 
 
-def _fixed_bytes(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits) -> int:
+def fixed_bytes(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits) -> int:
+    """Bytes of the budget that the arena cannot have."""
     states = sum(c.nbytes for c in chunks if c.home is Home.DEVICE)
     return limits.reserved(chunks) + states + max((m.live_bytes for m in moments), default=0)
-
-
-def _schedule(
-    chunks: Sequence[Chunk],
-    moments: Sequence[Moment],
-    capacity: int,
-    limits: Limits,
-    choices: Choices,
-) -> Schedule:
-    try:
-        return schedule(
-            chunks,
-            moments,
-            capacity_bytes=max(capacity, 0),
-            prefetch=choices.prefetch,
-            carry=choices.carry,
-        )
-    except PlanError as error:
-        smallest = smallest_capacity(
-            chunks, moments, prefetch=choices.prefetch, carry=choices.carry
-        )
-        raise _explain(error, chunks, moments, capacity, smallest, limits) from None
-
-
-def _explain(
-    error: PlanError,
-    chunks: Sequence[Chunk],
-    moments: Sequence[Moment],
-    capacity: int,
-    smallest: int,
-    limits: Limits,
-) -> PlanError:
-    peak = max(moments, key=lambda m: m.live_bytes)
-    fixed = _fixed_bytes(chunks, moments, limits)
-    parts = []
-    smallest_budget = None
-    if limits.budget_bytes is not None and fixed + smallest > limits.budget_bytes:
-        smallest_budget = fixed + smallest
-        parts.append(
-            f"device_memory is {limits.budget_bytes} bytes, of which non-model data takes "
-            f"{peak.live_bytes} at moment {peak.index} ({peak.direction}) and "
-            f"{fixed - peak.live_bytes} are reserved; raise device_memory to at least "
-            f"{smallest_budget} bytes, or use a smaller batch or activation checkpointing"
-        )
-    if limits.arena_limit is not None and smallest > limits.arena_limit:
-        parts.append(
-            f"arena_memory is {limits.arena_limit} bytes; raise it to at least {smallest} bytes"
-        )
-    moment = "" if error.moment is None else f" at moment {error.moment}"
-    return PlanError(
-        f"the step does not fit{moment}: chunks need {error.needed_bytes} bytes of arena there, "
-        f"and {max(capacity, 0)} bytes are left for them. " + ". ".join(parts),
-        moment=error.moment,
-        needed_bytes=error.needed_bytes,
-        available_bytes=max(capacity, 0),
-        smallest_budget=smallest_budget if smallest_budget is not None else smallest,
-    )
 
 
 def _score(
     candidate: Outline, limits: Limits, choices: Choices, rates: Rates
 ) -> tuple[bool, float, int]:
     """Orders candidates: those that fit, by predicted time, then by traffic."""
-    moments = _moments(candidate, peaks(candidate, None, candidate.captured.symbols))
+    moments = moments_of(candidate, None, candidate.captured.symbols)
     capacity = _capacity(candidate.chunks, moments, limits)
     try:
         scheduled = schedule(

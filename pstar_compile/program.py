@@ -16,10 +16,11 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from passes.explain import explain
 from passes.graph import alias_root
 from passes.insert import insert
 from passes.pipeline import Captured, Choices, Limits, Outline, finish, lives, peaks
-from passes.plan import Chunk, Direction, Rates, StepPlan
+from passes.plan import Chunk, Direction, PlanError, Rates, StepPlan
 from pstar_compile import ops
 from pstar_compile.capture import SizeSource
 from pstar_compile.compile_segments import CompiledSegments
@@ -245,14 +246,21 @@ class Program:
             for variant in self._variants:
                 if need <= max((m.live_bytes for m in variant.planned.step.moments), default=0):
                     return variant
-        plan = finish(
-            self.outline,
-            internal=internal,
-            symbols=sizes,
-            limits=self._limits(),
-            choices=self._choices,
-            rates=self._rates,
-        )
+        limits = self._limits()
+        given: dict[str, Any] = {
+            "internal": internal,
+            "symbols": sizes,
+            "limits": limits,
+            "choices": self._choices,
+            "rates": self._rates,
+        }
+        try:
+            plan = finish(self.outline, **given)
+        except PlanError as error:
+            fixed = self.outline.chunks if self._variants else self.outline.fixed
+            raise explain(
+                error, self.outline, fixed=fixed, home=self.outline.home if fixed else None, **given
+            ) from None
         variant = _Variant(self, plan)
         self._variants.append(variant)
         return variant

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -263,13 +263,9 @@ def test_on_demand_parameter_larger_than_the_budget() -> None:
 
 
 def _plan_error(call: Callable[[], Any]) -> PlanError:
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(PlanError) as caught:
         call()
-    error: BaseException | None = caught.value
-    while error is not None and not isinstance(error, PlanError):
-        error = error.__cause__ or getattr(error, "inner_exception", None) or error.__context__
-    assert isinstance(error, PlanError), "".join(traceback.format_exception(caught.value))
-    return error
+    return caught.value
 
 
 @pytest.mark.parametrize("setting", ["device_memory", "arena_memory"])
@@ -298,3 +294,21 @@ def test_a_budget_that_is_too_small_names_the_smallest_that_works(
     assert error.smallest_budget > 2048
     train(error.smallest_budget)
     _plan_error(lambda: train(error.smallest_budget - 256))
+
+
+@pytest.mark.parametrize("setting", ["device_memory", "arena_memory"])
+@pytest.mark.parametrize("widths", [(48, 8, 64, 24), (16, 64, 16, 16, 32, 8), (64, 64, 8, 48, 8)])
+def test_the_smallest_budget_is_the_smallest_of_any_chunking(
+    setting: str, widths: tuple[int, ...]
+) -> None:
+    def train(nbytes: int) -> None:
+        torch._dynamo.reset()
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+        pstar.manage(model, device="cpu", **{setting: nbytes})
+        _compile(model)(torch.ones(4, widths[0])).sum().backward()
+
+    smallest = _plan_error(lambda: train(512)).smallest_budget
+    assert smallest is not None
+    train(smallest)
+    for percent in (97, 90, 80):
+        _plan_error(lambda percent=percent: train(smallest * percent // 100))
