@@ -71,7 +71,11 @@ def explain(
 
     moments = moments_of(outlined, internal, symbols)
     least = smallest_capacity(
-        outlined.chunks, moments, prefetch=choices.prefetch, carry=choices.carry
+        outlined.chunks,
+        moments,
+        prefetch=choices.prefetch,
+        carry=choices.carry,
+        whole=outlined.captured.whole,
     )
     peak = max(moments, key=lambda m: m.live_bytes)
     taken = fixed_bytes(outlined.chunks, moments, limits)

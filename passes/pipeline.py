@@ -55,6 +55,7 @@ class Captured:
         parameters: all managed parameters that the graphs read, and those that share a chunk of
             ``fixed`` with them.
         symbols: the present value of each symbolic size.
+        whole: whether the graphs are all that the model runs in a step.
     """
 
     forward: fx.GraphModule
@@ -62,6 +63,7 @@ class Captured:
     saved: Mapping[fx.Node, fx.Node]
     parameters: tuple[Parameter, ...]
     symbols: Mapping[sympy.Symbol, int]
+    whole: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +218,7 @@ def finish(
         capacity_bytes=max(_capacity(outlined.chunks, moments, limits), 0),
         prefetch=choices.prefetch,
         carry=choices.carry,
+        whole=outlined.captured.whole,
     )
     timeline = simulate(outlined.chunks, moments, scheduled, rates)
     plan = StepPlan(
@@ -384,6 +387,7 @@ def _score(
             capacity_bytes=max(capacity, 0),
             prefetch=choices.prefetch,
             carry=choices.carry,
+            whole=candidate.captured.whole,
         )
     except PlanError as error:
         return (True, float(error.needed_bytes - error.available_bytes), 0)

@@ -43,16 +43,36 @@ def schedule(
     capacity_bytes: int,
     prefetch: int | None = None,
     carry: bool = False,
+    whole: bool = True,
 ) -> Schedule:
     """Plan all fetches, releases and gradients of one step in ``capacity_bytes`` of arena.
 
     ``prefetch`` limits how many moments ahead of its use a fetch is issued (None: no limit).
     ``carry`` lets the chunks that the step needs first stay at its end, where it found them.
+    Unless it is ``whole``, other graphs run between its forward and its backward, and after it, so
+    that nothing stays in the arena from one to the other.
     Raises :class:`~passes.plan.PlanError` when a moment's chunks and gradients find no place.
     """
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch must be None or at least 0 moments, got {prefetch}")
-    step = Step.of(chunks, moments)
+    parts = [moments] if whole else _directions(moments)
+    placed = [_place(Step.of(chunks, p), capacity_bytes, prefetch, carry and whole) for p in parts]
+    actions = [action for part in placed for action in part.actions]
+    ordered = order(actions, {c.index: c for c in chunks}, {m.index: m for m in moments})
+    ends = (a.offset + a.nbytes for a in ordered if a.offset is not None)
+    return Schedule(
+        actions=ordered,
+        arena_bytes=max(ends, default=0),
+        carried=placed[0].carried if whole else (),
+    )
+
+
+def _directions(moments: Sequence[Moment]) -> list[Sequence[Moment]]:
+    found = [[m for m in moments if m.direction is direction] for direction in Direction]
+    return [part for part in found if part]
+
+
+def _place(step: Step, capacity_bytes: int, prefetch: int | None, carry: bool) -> Placed:
     worst, needed = step.worst_moment()
     if needed > capacity_bytes:
         raise _error(step, worst, needed, capacity_bytes)
@@ -63,11 +83,7 @@ def schedule(
         slot = align(max((step.nbytes(c) for c in step.uses), default=0))
         best = _carried(replace(step, slot=slot), capacity_bytes, prefetch)
         best = best or _carried(step, capacity_bytes, prefetch)
-    if best is None:
-        best = _place_somehow(step, needed, capacity_bytes, prefetch)
-    ordered = order(best.actions, step.chunks, {m.index: m for m in moments})
-    ends = (a.offset + a.nbytes for a in ordered if a.offset is not None)
-    return Schedule(actions=ordered, arena_bytes=max(ends, default=0), carried=best.carried)
+    return best or _place_somehow(step, needed, capacity_bytes, prefetch)
 
 
 def _place_somehow(step: Step, least: int, capacity: int, prefetch: int | None) -> Placed:
@@ -86,7 +102,12 @@ def _place_somehow(step: Step, least: int, capacity: int, prefetch: int | None) 
 
 
 def smallest_capacity(
-    chunks: Sequence[Chunk], moments: Sequence[Moment], *, prefetch: int | None, carry: bool
+    chunks: Sequence[Chunk],
+    moments: Sequence[Moment],
+    *,
+    prefetch: int | None,
+    carry: bool,
+    whole: bool = True,
 ) -> int:
     """The fewest arena bytes for which :func:`schedule` was seen to succeed.
 
@@ -98,7 +119,14 @@ def smallest_capacity(
 
     def fits(capacity_bytes: int) -> bool:
         try:
-            schedule(chunks, moments, capacity_bytes=capacity_bytes, prefetch=prefetch, carry=carry)
+            schedule(
+                chunks,
+                moments,
+                capacity_bytes=capacity_bytes,
+                prefetch=prefetch,
+                carry=carry,
+                whole=whole,
+            )
         except PlanError:
             return False
         return True

@@ -266,6 +266,7 @@ class _CompiledGraph:
             parameters=tuple(_describe(p) for p in members),
             symbols=inner_symbols(forward.graph)
             | {s: source.hint for s, source in symbols.items()},
+            whole=set(self._members()) >= {p for p in engine.parameters if p.nbytes},
         )
         outlined = outline(
             captured,

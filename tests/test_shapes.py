@@ -179,6 +179,12 @@ def test_twenty_equal_blocks_compiled_one_by_one(inputs_need_grad: bool) -> None
     assert _compiles() == (1 if inputs_need_grad else 2)
     engine = engine_of(model)
     assert set(engine.chunk_of) == set(engine.parameters), "each parameter in one chunk"
+    plan, stats = pstar.last_plan(model), pstar.stats(model)
+    assert len(plan.parts) == len(model.blocks) and "20 in this step" in str(plan)
+    assert stats.h2d_bytes == plan.h2d_bytes > 0 and stats.d2h_bytes == plan.d2h_bytes > 0
+    assert stats.on_demand_fetches == 0
+    with pytest.raises(ValueError, match=r"20 graphs, .* see plan\.parts"):
+        _ = plan.schedule
 
 
 class _Broken(nn.Module):
