@@ -229,16 +229,13 @@ def memory() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
-            arena = None if blocks is None else max(blocks * block, 2 * head)
+            arena = None if blocks is None else blocks * block + 2 * head
             model = pstar.manage(
-                build(shape, device="cpu", dtype=torch.bfloat16), device="cuda", arena_memory=arena
+                build(shape, device="cuda", dtype=torch.bfloat16), device="cuda", arena_memory=arena
             )
             compiled = torch.compile(model, backend="patrickstar")
             step = stepper(model, compiled, shape)
-            torch.cuda.reset_peak_memory_stats()
             step()
-            torch.cuda.synchronize()
-            first = torch.cuda.max_memory_allocated() - before
             peak = peak_of(step) - before
             plan = pstar.last_plan(compiled)
             report(
@@ -249,7 +246,6 @@ def memory() -> None:
                 arena_gib=plan.arena_bytes / 2**30,
                 predicted_gib=plan.peak_device_bytes / 2**30,
                 measured_gib=peak / 2**30,
-                first_step_gib=first / 2**30,
                 predicted_over_measured=plan.peak_device_bytes / peak,
                 predicted_live_gib=max(m.live_bytes for m in plan.moments) / 2**30,
                 at_moment=max(plan.moments, key=lambda m: m.live_bytes).index,
