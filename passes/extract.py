@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import is_memory
+from passes.graph import META, is_memory
 from passes.segments import Segment
 
 
@@ -59,7 +59,7 @@ def extract(
 
     def mapped(node: fx.Node) -> fx.Node:
         if is_memory(node, "fetch"):
-            return parameters[node.meta["pstar"].parameter]
+            return parameters[node.meta[META].parameter]
         return values[node]
 
     for position, inner in enumerate(segment.nodes):

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from passes.graph import META
 from passes.plan import Action, Chunk, Kind
 from passes.segments import Segment
 
@@ -67,7 +68,7 @@ def insert(
     def call(method: str, action: Action, *args: fx.Node) -> None:
         node = graph.call_method(method, (run, action.index, *args))
         node.name = graph._graph_namespace.create_name(_label(method, action), node)
-        node.meta["pstar"] = action
+        node.meta[META] = action
 
     for action in actions:
         segment = segments[action.moment - first_moment]
@@ -75,12 +76,12 @@ def insert(
             arguments = graph.call_method(
                 "arguments", (run, action.moment, *(values[n] for n in segment.inputs))
             )
-            arguments.meta["pstar"] = action
+            arguments.meta[META] = action
             target = targets[action.moment]
             name = names.setdefault(target, f"segment_{len(names)}")
             modules[name] = target
             result = graph.call_module(name, (arguments,))
-            result.meta["pstar"] = action
+            result.meta[META] = action
             for position, output in enumerate(segment.outputs):
                 values[output] = graph.call_function(operator.getitem, (result, position))
                 values[output].meta = dict(output.meta)

@@ -14,9 +14,6 @@ from passes.offsets import Arena, Place, pack
 from passes.plan import Action, Home, Kind, Moment
 from passes.step import Step
 
-_RETRIES = 4
-"""Moments for which prefetching is held back one by one before it is given up altogether."""
-
 
 class NoPlaceError(Exception):
     """What the moment at ``position`` needs does not lie in the arena together."""
@@ -33,22 +30,6 @@ class Placed:
     begins: Mapping[int, int]
     ends: Mapping[int, int]
     carried: tuple[int, ...]
-
-
-def place_step(
-    step: Step, capacity: int, prefetch: int | None, kept: Mapping[int, int | None]
-) -> Placed:
-    """Place all demands; hold back prefetching at moments where it got in the way."""
-    tight: set[int] = set()
-    for _ in range(_RETRIES):
-        try:
-            return Placer(step, capacity, prefetch, kept, frozenset(tight), strict=False).run()
-        except NoPlaceError as none:
-            if none.position in tight:
-                break
-            tight.add(none.position)
-    every = frozenset(range(len(step.moments)))
-    return Placer(step, capacity, prefetch, kept, every, strict=True).run()
 
 
 class Placer:

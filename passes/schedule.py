@@ -25,9 +25,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from passes.events import order
-from passes.placer import NoPlaceError, Placed, place_step
+from passes.placer import NoPlaceError, Placed, Placer
 from passes.plan import ALIGNMENT, Chunk, Direction, Moment, PlanError, Schedule, align
 from passes.step import Step
+
+_RETRIES = 4
+"""Moments for which prefetching is held back one by one before it is given up altogether."""
 
 _PARTS = 8
 """Smaller capacities that are tried when the whole does not do."""
@@ -86,6 +89,22 @@ def _place(step: Step, capacity_bytes: int, prefetch: int | None, carry: bool) -
     return best or _place_somehow(step, needed, capacity_bytes, prefetch)
 
 
+def _place_step(
+    step: Step, capacity: int, prefetch: int | None, kept: Mapping[int, int | None]
+) -> Placed:
+    """Place all demands; hold back prefetching at moments where it got in the way."""
+    tight: set[int] = set()
+    for _ in range(_RETRIES):
+        try:
+            return Placer(step, capacity, prefetch, kept, frozenset(tight), strict=False).run()
+        except NoPlaceError as none:
+            if none.position in tight:
+                break
+            tight.add(none.position)
+    every = frozenset(range(len(step.moments)))
+    return Placer(step, capacity, prefetch, kept, every, strict=True).run()
+
+
 def _place_somehow(step: Step, least: int, capacity: int, prefetch: int | None) -> Placed:
     """Place the step in the whole capacity, or in a part of it: less room leads to other places,
     and now and then to one more that fits.
@@ -93,7 +112,7 @@ def _place_somehow(step: Step, least: int, capacity: int, prefetch: int | None) 
     failure: NoPlaceError | None = None
     for part in range(_PARTS, -1, -1):
         try:
-            return place_step(step, least + (capacity - least) * part // _PARTS, prefetch, {})
+            return _place_step(step, least + (capacity - least) * part // _PARTS, prefetch, {})
         except NoPlaceError as none:
             failure = failure or none
     assert failure is not None
@@ -172,7 +191,7 @@ def _carried(step: Step, capacity: int, prefetch: int | None) -> Placed | None:
             break
         try:
             returning = _returning(step, kept)
-            placed = place_step(returning, capacity, prefetch, {c: begins.get(c) for c in kept})
+            placed = _place_step(returning, capacity, prefetch, {c: begins.get(c) for c in kept})
         except NoPlaceError:
             dropped.add(kept[-1])
             continue

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.graph import is_memory, is_view, tensors_of
+from passes.graph import META, is_memory, is_view, tensors_of
 from passes.lifetimes import Lifetimes
 
 
@@ -142,7 +142,7 @@ def _segment(
     for node in nodes:
         for source in node.all_input_nodes:
             if is_memory(source, "fetch"):
-                parameters.setdefault(source.meta["pstar"].parameter)
+                parameters.setdefault(source.meta[META].parameter)
             elif source.op == "get_attr":
                 constants.setdefault(source)
             elif source not in own:

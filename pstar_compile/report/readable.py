@@ -8,6 +8,7 @@ import time
 import torch
 from torch import fx
 
+from passes.graph import META
 from passes.plan import Action, Direction, Home, Kind, StepPlan
 from pstar_compile.config import format_bytes
 
@@ -27,7 +28,7 @@ def readable(graph: fx.GraphModule, plan: StepPlan, direction: Direction) -> str
         if node.target is operator.getitem:
             continue
         comment = ""
-        action = node.meta.get("pstar")
+        action = node.meta.get(META)
         if isinstance(action, Action):
             memory_nodes += action.kind is not Kind.COMPUTE
             comment = "  # " + _comment(str(node.target), action, plan)
