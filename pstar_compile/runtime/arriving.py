@@ -8,6 +8,7 @@ whoever does not read it waits for nothing.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,12 @@ class Contribution:
 _arriving = WeakIdKeyDictionary()
 """Master -> contributions that are not in ``p.grad`` yet."""
 
+_lock = threading.RLock()
+"""Held while one arrives: another thread that reads the gradient waits for it, too."""
+
+_grad: Any = Tensor.grad
+"""The attribute itself, whatever the master's class."""
+
 
 @without_dynamo
 def deliver(master: nn.Parameter, contributions: Sequence[Contribution]) -> None:
@@ -51,16 +58,15 @@ def deliver(master: nn.Parameter, contributions: Sequence[Contribution]) -> None
     Later only if nobody can tell: there are copies to wait for, no hook wants the gradient, and
     no tensor that somebody may hold has to change.
     """
-    unseen = _arriving.pop(master, None)
-    if unseen is not None:
-        _accumulate(master, unseen)
+    unseen = master in _arriving
+    _arrive(master)
     copying = any(c.event is not None for c in contributions)
-    if copying and not has_gradient_hooks(master) and (unseen is not None or master.grad is None):
+    if copying and not has_gradient_hooks(master) and (unseen or master.grad is None):
         _arriving[master] = contributions
         if not isinstance(master, _Arriving):
             master.__class__ = _arriving_class(type(master))
     else:
-        _accumulate(master, contributions)
+        _accumulate(master, contributions, hooks=True)
 
 
 def settle(master: nn.Parameter) -> None:
@@ -79,9 +85,12 @@ class _Arriving:
 # Dynamo must not look into these when an optimizer is compiled that reads ``grad``.
 @without_dynamo
 def _arrive(master: nn.Parameter) -> None:
-    contributions = _arriving.pop(master, None)
-    if contributions is not None:
-        _accumulate(master, contributions)
+    with _lock:
+        contributions = _arriving.get(master)
+        if contributions is not None:
+            # Whoever wanted to be told had no hook when the gradient was due.
+            _accumulate(master, contributions, hooks=False)
+            del _arriving[master]
 
 
 @without_dynamo
@@ -91,16 +100,14 @@ def _forget(master: nn.Parameter) -> None:
 
 @functools.cache
 def _arriving_class(base: type[nn.Parameter]) -> type[nn.Parameter]:
-    plain: Any = Tensor.grad
-
     def read(self: nn.Parameter) -> Tensor | None:
         _arrive(self)
-        grad: Tensor | None = plain.__get__(self)
+        grad: Tensor | None = _grad.__get__(self)
         return grad
 
     def write(self: nn.Parameter, grad: Tensor | None) -> None:
+        _grad.__set__(self, grad)
         _forget(self)
-        plain.__set__(self, grad)
 
     def delete(self: nn.Parameter) -> None:
         write(self, None)
@@ -120,7 +127,9 @@ def _arriving_class(base: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(base.__name__, (_Arriving, base), namespace)
 
 
-def _accumulate(master: nn.Parameter, contributions: Sequence[Contribution]) -> None:
+def _accumulate(
+    master: nn.Parameter, contributions: Sequence[Contribution], *, hooks: bool
+) -> None:
     with torch.no_grad(), torch.inference_mode(False):
         for contribution in contributions:
             if contribution.event is not None:
@@ -131,12 +140,16 @@ def _accumulate(master: nn.Parameter, contributions: Sequence[Contribution]) -> 
             total, owned = total + other.grad, True
         if total.dtype != master.dtype or total.device != master.device:
             total, owned = total.to(device=master.device, dtype=master.dtype), True
-        hooked = apply_gradient_hooks(master, total)
-        owned = owned and hooked is total
-        total = hooked
-        if master.grad is not None:
-            master.grad.add_(total)
+        if hooks:
+            hooked = apply_gradient_hooks(master, total)
+            owned = owned and hooked is total
+            total = hooked
+        present = _grad.__get__(master)
+        if present is not None:
+            present.add_(total)
         else:
             # The rule of autograd's own accumulation: a tensor that others can reach is copied.
-            master.grad = total if owned and total.is_contiguous() else total.clone()
-        run_post_accumulate_hooks(master)
+            keep = owned and total.is_contiguous()
+            _grad.__set__(master, total if keep else total.clone())
+        if hooks:
+            run_post_accumulate_hooks(master)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pstar_compile import ops
@@ -17,7 +18,22 @@ if TYPE_CHECKING:
 
 
 masters = WeakIdKeyDictionary()
-"""The masters of managed models, by identity."""
+"""Master -> a weak reference to its ``ManagedParameter``, by identity."""
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Fused optimizers write parameters without moving their version counters."""
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            reference = masters.get(master)
+            parameter = None if reference is None else reference()
+            if parameter is not None:
+                parameter.optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_note_step)
 
 
 def written_in_forward(parameters: Iterable[ManagedParameter]) -> ValueError:
@@ -52,7 +68,8 @@ class ManagedParameter:
             self.zero = torch.zeros(1, dtype=dtype, device=device)
         self.anchor.requires_grad_(master.requires_grad)
         ops.bind(self.anchor, self)
-        masters[master] = True
+        self.optimizer_steps = 0
+        masters[master] = weakref.ref(self)
         if dtype.is_floating_point or dtype.is_complex:
             self._request_on_accumulate()
 

@@ -33,8 +33,8 @@ class StoredChunk:
         self.buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._casts: list[tuple[Tensor, ManagedParameter]] = []
-        self._written: tuple[tuple[int, int], ...] | None = None
-        self._fetched: tuple[tuple[int, int], ...] | None = None
+        self._written: tuple[tuple[int, int, int], ...] | None = None
+        self._fetched: tuple[tuple[int, int, int], ...] | None = None
         if layout.home is Home.DEVICE:
             for parameter in parameters:
                 _move(parameter, parameter.master.detach().to(device))
@@ -58,9 +58,13 @@ class StoredChunk:
             for slot, parameter in zip(self.layout.content, self.parameters, strict=True)
         ]
 
-    def written(self) -> tuple[tuple[int, int], ...]:
-        """A mark that changes when autograd's version counters say a master was written."""
-        return tuple((p.master._version, p.master.data_ptr()) for p in self.parameters)
+    def written(self) -> tuple[tuple[int, int, int], ...]:
+        """A mark that changes when autograd's version counters, or an optimizer's step, say that
+        a master was written.
+        """
+        return tuple(
+            (p.master._version, p.master.data_ptr(), p.optimizer_steps) for p in self.parameters
+        )
 
     def preparation(self, *, trust: bool) -> Callable[[], None] | None:
         """What must run before the host buffer may be fetched; None: it is current.

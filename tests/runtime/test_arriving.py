@@ -214,3 +214,38 @@ def test_a_compiled_function_reads_masters_and_gradients() -> None:
     found = norms(list(model.parameters()))
     sums = [w.sum() * g.sum() for w, g in zip(_layers().parameters(), _expected(X), strict=True)]
     assert torch.equal(found, torch.stack(sums))
+
+
+def test_a_hook_registered_after_backward_is_for_the_next_one() -> None:
+    model, run = _managed()
+    run(X).square().sum().backward()
+    model[0].weight.register_hook(lambda grad: grad * 2)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+    assert _same(model, _expected(X))
+
+
+def test_several_threads_read_one_gradient(gate: Gate) -> None:
+    model, run = _managed()
+    run(X).square().sum().backward()
+    model.zero_grad()
+    gate.opened.clear()
+    run(X).square().sum().backward()
+    read: list[Any] = []
+    readers = [
+        threading.Thread(target=lambda: read.append(model[0].weight.grad), daemon=True)
+        for _ in range(3)
+    ]
+    for reader in readers:
+        reader.start()
+    gate.opened.set()
+    for reader in readers:
+        reader.join(timeout=60)
+    assert len(read) == 3 and all(torch.equal(g, _expected(X)[0]) for g in read)
+
+
+def test_a_refused_gradient_leaves_the_one_that_comes() -> None:
+    model, run = _managed()
+    run(X).square().sum().backward()
+    with pytest.raises(RuntimeError):
+        model[0].weight.grad = torch.ones(3)
+    assert _same(model, _expected(X))
