@@ -74,6 +74,7 @@ def partition(
         rewrite: run Inductor's joint-graph rewrites first.
         kwargs: passed on to the partitioner.
     """
+    _number_reduces(joint.graph)
     if rewrite:
         joint = inductor_joint_passes(joint)
     tag(joint.graph, parameter_of_input)
@@ -90,6 +91,12 @@ def partition(
     return Partitioned(
         forward=forward, backward=backward, saved=saved, anchor_gradients=anchor_gradients
     )
+
+
+def _number_reduces(graph: fx.Graph) -> None:
+    """Keep common-subexpression elimination from merging equal gradients of two uses."""
+    for number, node in enumerate(graph.find_nodes(op="call_function", target=ops.REDUCE)):
+        node.args = (*node.args[:2], number)
 
 
 def _recompute_parameters(graph: fx.Graph) -> None:

@@ -2,8 +2,9 @@
 
 ``pstar::fetch(anchor, shape)`` stands for reading a parameter, ``pstar::reduce(grad, anchor)`` for
 giving it a gradient. The *anchor*, a one-element tensor on the compute device, names the parameter
-by its data pointer, so no id is ever baked into a graph. ``pstar::unwritten(copy, anchor)`` stands
-in graphs only while they are traced, see :mod:`pstar_compile.writes`. The ops are defined with
+by its data pointer, so no id is ever baked into a graph. ``number`` tells the reduces of one traced
+graph apart: equal contributions of two uses are two. ``pstar::unwritten(copy, anchor)`` stands in
+graphs only while they are traced, see :mod:`pstar_compile.writes`. The ops are defined with
 ``torch.library.Library`` rather than ``custom_op``: several times cheaper per call, and no version
 counter is bumped.
 """
@@ -34,7 +35,7 @@ _owners: WeakValueDictionary[int, Owner] = WeakValueDictionary()
 
 _library = torch.library.Library("pstar", "DEF")
 _library.define("fetch(Tensor anchor, SymInt[] shape) -> Tensor")
-_library.define("reduce(Tensor grad, Tensor anchor) -> Tensor")
+_library.define("reduce(Tensor grad, Tensor anchor, int number=0) -> Tensor")
 _library.define("unwritten(Tensor copy, Tensor anchor) -> ()")
 
 
@@ -67,7 +68,7 @@ def _fetch(anchor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @without_dynamo
-def _reduce(grad: Tensor, anchor: Tensor) -> Tensor:
+def _reduce(grad: Tensor, anchor: Tensor, number: int = 0) -> Tensor:
     _require_owner(anchor).reduce(grad)
     return torch.zeros_like(anchor)
 
@@ -80,7 +81,7 @@ def _fake_fetch(anchor: Tensor, shape: Sequence[int]) -> Tensor:
     return anchor.new_empty(shape)
 
 
-def _fake_reduce(grad: Tensor, anchor: Tensor) -> Tensor:
+def _fake_reduce(grad: Tensor, anchor: Tensor, number: int = 0) -> Tensor:
     return torch.empty_like(anchor)
 
 
@@ -98,7 +99,7 @@ def _fetch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return torch.ops.pstar.reduce(grad, anchor), None
 
 
-def _refuse_double_backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+def _refuse_double_backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
     raise RuntimeError(
         "the gradient of a managed parameter cannot be differentiated again: "
         "double backward (create_graph=True) needs the plain model, see pstar_compile.unmanage"

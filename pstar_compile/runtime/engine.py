@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -150,6 +151,8 @@ class Engine:
 
     def hold(self, owner: object, chunk: StoredChunk, held: Held) -> None:
         """Keep a gradient's memory while it leaves; ``owner`` is the plan that will discard it."""
+        # A second backward without a forward between may come before the first has left.
+        self.discard(chunk)
         self._held[chunk] = held
         self._held_by = owner
 
@@ -214,8 +217,6 @@ class Engine:
         self._leaving.clear()
         self._held.clear()
         self.running = False
-        # One run at a time: the arena and the counters are shared by all callers.
-        self.lock = threading.RLock()
         self._step_ended = True
 
     def close(self) -> None:
@@ -232,6 +233,11 @@ class Engine:
         for parameter in self.parameters:
             parameter.engine = None
             masters.pop(parameter.master, None)
+
+    def __del__(self) -> None:
+        """Let copies end before the memory that they read is freed with the model."""
+        if not sys.is_finalizing() and (self._leaving or self._held):
+            self.streams.synchronize()
 
     def _on_demand_limit(self, needed: int) -> int | None:
         if self.home is Home.DEVICE:
