@@ -104,10 +104,16 @@ def explain(
                 f"{taken - peak.live_bytes} are reserved; raise device_memory to at least "
                 f"{smallest} bytes, or use a smaller batch or activation checkpointing"
             )
-    moment = "" if error.moment is None else f" at moment {error.moment}"
+    where = "" if error.moment is None else f" at moment {error.moment}"
+    if limits.budget_bytes is not None and taken > limits.budget_bytes:
+        reason = str(error)
+    else:
+        reason = (
+            f"chunks need {error.needed_bytes} bytes of arena there, and {error.available_bytes} "
+            f"bytes are left for them"
+        )
     return PlanError(
-        f"the step does not fit{moment}: chunks need {error.needed_bytes} bytes of arena there, "
-        f"and {error.available_bytes} bytes are left for them. " + ". ".join(parts),
+        f"the step does not fit{where}: {reason}. " + ". ".join(parts),
         moment=error.moment,
         needed_bytes=error.needed_bytes,
         available_bytes=error.available_bytes,

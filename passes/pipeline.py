@@ -212,10 +212,19 @@ def finish(
     """
     started = time.perf_counter()
     moments = moments_of(outlined, internal, symbols)
+    taken = fixed_bytes(outlined.chunks, moments, limits)
+    if limits.budget_bytes is not None and taken > limits.budget_bytes:
+        raise PlanError(
+            f"without any chunk in the arena the step needs {taken} bytes, and there are "
+            f"{limits.budget_bytes}",
+            moment=max(moments, key=lambda m: m.live_bytes).index,
+            needed_bytes=taken,
+            available_bytes=limits.budget_bytes,
+        )
     scheduled = schedule(
         outlined.chunks,
         moments,
-        capacity_bytes=max(_capacity(outlined.chunks, moments, limits), 0),
+        capacity_bytes=_capacity(outlined.chunks, moments, limits),
         prefetch=choices.prefetch,
         carry=choices.carry,
         whole=outlined.captured.whole,

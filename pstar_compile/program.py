@@ -123,8 +123,10 @@ class Program:
         # saved: a backward may come after other forwards, and after an optimizer's step.
         self._witness = _witness(outline.captured)
         self._versions: dict[object, tuple[int, ...]] = {}
-        # The example sizes are planned now: what cannot fit is refused at compile time.
-        self._variant(outline.captured.symbols)
+        # Fixed sizes are planned now: what cannot fit is refused at compile time. Others are by the
+        # call that brings them: that one size does not fit must not refuse those that do.
+        if not signature.symbols:
+            self._variant(outline.captured.symbols)
 
     @property
     def forward(self) -> Callable[[list[Any]], Any]:

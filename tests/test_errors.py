@@ -312,3 +312,24 @@ def test_the_smallest_budget_is_the_smallest_of_any_chunking(
     train(smallest)
     for percent in (97, 90, 80):
         _plan_error(lambda percent=percent: train(smallest * percent // 100))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_batch_too_large_for_what_fitted(dynamic: bool | None) -> None:
+    def model(nbytes: int) -> Any:
+        torch._dynamo.reset()
+        layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        pstar.manage(layers, device="cpu", device_memory=nbytes)
+        options = {"inner": "eager"}
+        return torch.compile(layers, backend="patrickstar", options=options, dynamic=dynamic)
+
+    def train(compiled: Any, rows: int) -> None:
+        compiled(torch.ones(rows, 8)).sum().backward()
+
+    compiled = model(64 * 1024)
+    train(compiled, 4)
+    error = _plan_error(lambda: train(compiled, 4096))
+    assert str(64 * 1024) in str(error) and "smaller batch" in str(error)
+    assert error.smallest_budget is not None
+    train(compiled, 4)
+    train(model(error.smallest_budget), 4096)
