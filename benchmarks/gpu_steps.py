@@ -217,8 +217,8 @@ def peak_of(step: Step) -> int:
 def memory() -> None:
     """Predicted against measured peak of device memory, three models and three budgets each."""
     shapes = (
-        Shape(hidden=1024, layers=24, heads=16),
-        Shape(hidden=2048, layers=24, heads=16),
+        Shape(hidden=1024, layers=12, heads=16),
+        Shape(hidden=2048, layers=12, heads=16),
         Shape(hidden=1536, layers=12, heads=12, checkpointed=False),
     )
     for shape in shapes:
