@@ -240,6 +240,7 @@ def finish(
         step_seconds=timeline.step_seconds,
         wait_seconds=timeline.wait_seconds,
         prefetch=choices.prefetch,
+        arena_limit=limits.arena_limit,
     )
     verify(plan)
     log.debug("plan: %d actions in %.2f s", len(scheduled.actions), time.perf_counter() - started)

@@ -195,7 +195,11 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """Chunks, homes, offsets, order and predictions of one step. Made by ``pipeline``."""
+    """Chunks, homes, offsets, order and predictions of one step. Made by ``pipeline``.
+
+    ``budget_bytes`` bounds the whole step on the device, ``arena_limit`` its arena alone; None:
+    not bounded.
+    """
 
     parameters: tuple[Parameter, ...]
     chunks: tuple[Chunk, ...]
@@ -206,6 +210,7 @@ class StepPlan:
     step_seconds: float
     wait_seconds: float
     prefetch: int | None = None
+    arena_limit: int | None = None
     notes: tuple[str, ...] = field(default=())
 
     def actions(self, kind: Kind | None = None) -> Iterator[Action]:

@@ -133,6 +133,8 @@ def _bytes(plan: StepPlan) -> Iterable[str]:
             yield f"{what} is at byte {action.offset}, not a multiple of {ALIGNMENT}"
         elif action.offset < 0 or action.offset + action.nbytes > arena:
             yield f"{what} ends at byte {action.offset + action.nbytes} of an arena of {arena}"
+    if plan.arena_limit is not None and arena > plan.arena_limit:
+        yield f"the arena of {arena} bytes is larger than its limit of {plan.arena_limit}"
     if plan.budget_bytes is None:
         return
     fixed = arena + plan.reserved_bytes + plan.device_state_bytes

@@ -39,12 +39,16 @@ def readable(graph: fx.GraphModule, plan: StepPlan, direction: Direction) -> str
         f"# {direction} graph of a step plan, written by pass insert, torch {torch.__version__}",
         f"# {memory_nodes} memory nodes, {format_bytes(plan.h2d_bytes)} in and "
         f"{format_bytes(plan.d2h_bytes)} out per step, predicted device peak "
-        f"{format_bytes(plan.peak_device_bytes)} of "
-        + ("no budget" if plan.budget_bytes is None else format_bytes(plan.budget_bytes))
-        + f"; rendered in {(time.perf_counter() - started) * 1e3:.1f} ms",
+        f"{_of_limit(plan.peak_device_bytes, plan.budget_bytes)}, arena "
+        f"{_of_limit(plan.schedule.arena_bytes, plan.arena_limit)}; rendered in "
+        f"{(time.perf_counter() - started) * 1e3:.1f} ms",
         f"def {direction}(run, {', '.join(inputs)}):",
     ]
     return "\n".join([*header, *lines, f"    return {result}"]) + "\n"
+
+
+def _of_limit(nbytes: int, limit: int | None) -> str:
+    return format_bytes(nbytes) + ("" if limit is None else f" of {format_bytes(limit)}")
 
 
 class _Name(str):

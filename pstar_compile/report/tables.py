@@ -16,12 +16,16 @@ _NAMES_SHOWN = 2
 def totals_table(plan: StepPlan) -> str:
     """Predicted peak, traffic and time."""
     live = max((m.live_bytes for m in plan.moments), default=0)
-    budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    limits = [
+        f"{name} {format_bytes(limit)}"
+        for name, limit in (("device", plan.budget_bytes), ("arena", plan.arena_limit))
+        if limit is not None
+    ]
     home = plan.chunks[0].home if plan.chunks else Home.DEVICE
     rows = [
         ("chunks", f"{len(plan.chunks)}, home {home}"),
         ("moments", len(plan.moments)),
-        ("device budget", budget),
+        ("memory limit", ", ".join(limits) or "none"),
         ("predicted device peak", format_bytes(plan.peak_device_bytes)),
         ("  chunk arena", format_bytes(plan.schedule.arena_bytes)),
         ("  chunks at home on the device", format_bytes(plan.device_state_bytes)),

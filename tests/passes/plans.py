@@ -141,16 +141,10 @@ def as_plan(step: Step, scheduled: Schedule, *, slack: int | None = None) -> Ste
     )
     if slack is None:
         return unlimited
-    budget = unlimited.peak_device_bytes + slack
-    return StepPlan(
-        parameters=unlimited.parameters,
-        chunks=chunks,
-        moments=moments,
-        schedule=scheduled,
-        budget_bytes=budget,
-        reserved_bytes=unlimited.reserved_bytes,
-        step_seconds=unlimited.step_seconds,
-        wait_seconds=unlimited.wait_seconds,
+    return replace(
+        unlimited,
+        budget_bytes=unlimited.peak_device_bytes + slack,
+        arena_limit=scheduled.arena_bytes + slack,
     )
 
 

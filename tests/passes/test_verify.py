@@ -333,7 +333,7 @@ def _ending(plan: StepPlan, *, released: bool) -> StepPlan:
     assert fetch.offset is not None
     arena = fetch.offset + chunk.nbytes
     schedule = replace(plan.schedule, actions=actions, arena_bytes=arena)
-    return replace(plan, schedule=schedule, budget_bytes=None)
+    return replace(plan, schedule=schedule, budget_bytes=None, arena_limit=None)
 
 
 def fetch_what_nobody_reads(plan: StepPlan) -> Broken:
@@ -798,6 +798,14 @@ def reserve_above_the_budget(plan: StepPlan) -> Broken:
     )
 
 
+def arena_above_its_limit(plan: StepPlan) -> Broken:
+    arena = plan.schedule.arena_bytes
+    yield (
+        replace(plan, arena_limit=arena - 1),
+        rf"arena of {arena} bytes is larger than its limit of {arena - 1}",
+    )
+
+
 # Order.
 
 
@@ -920,6 +928,7 @@ def carry_to_another_place(plan: StepPlan) -> Broken:
                     moved,
                     schedule=replace(moved.schedule, arena_bytes=arena),
                     budget_bytes=None,
+                    arena_limit=None,
                 ),
                 rf"carried chunk {chunk} does not end where its first fetch puts it",
             )
@@ -1105,6 +1114,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     wrong_nbytes,
     live_bytes_above_the_budget,
     reserve_above_the_budget,
+    arena_above_its_limit,
     compute_twice,
     drop_a_compute,
     compute_in_another_order,
