@@ -2,7 +2,7 @@
 
 In: parameters and the order in which the step first uses them. Out: chunks with their layout. A
 chunk holds one dtype and one ``requires_grad``, and is exactly as long as its content. The chunks
-of a model's equal layers are equal.
+of a model's equal layers are equal. Their homes are open, see ``placement``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def chunk(
     spread: Mapping[int, int],
     *,
     target_bytes: int | None,
-    home: Home,
 ) -> tuple[Chunk, ...]:
     """Pack parameters into chunks in first-use order.
 
@@ -36,7 +35,6 @@ def chunk(
             is not small, becomes a chunk of its own, so that nothing else must stay with it.
         target_bytes: a chunk is closed before it grows beyond this; a larger parameter is a chunk
             of its own. None: no limit.
-        home: the home of all chunks.
     """
     packer = _Packer(parameters, target_bytes)
     start, end, period = repeating_run([_signature(parameters[i]) for i in order])
@@ -50,9 +48,7 @@ def chunk(
             packer.add(index, apart=spread.get(index, 1) > 1)
             position += 1
     groups = _merge_small(packer.chunks, parameters, target_bytes)
-    return tuple(
-        _layout(number, members, parameters, home) for number, members in enumerate(groups)
-    )
+    return tuple(_layout(number, members, parameters) for number, members in enumerate(groups))
 
 
 class _Packer:
@@ -172,9 +168,7 @@ def repeating_run(signatures: Sequence[object]) -> tuple[int, int, int]:
     return best
 
 
-def _layout(
-    index: int, members: Sequence[int], parameters: Sequence[Parameter], home: Home
-) -> Chunk:
+def _layout(index: int, members: Sequence[int], parameters: Sequence[Parameter]) -> Chunk:
     slots: list[Slot] = []
     end = 0
     for member in members:
@@ -183,7 +177,7 @@ def _layout(
     first = parameters[members[0]]
     return Chunk(
         index=index,
-        home=home,
+        home=Home.HOST,
         dtype=first.dtype,
         requires_grad=first.requires_grad,
         content=tuple(slots),

@@ -82,9 +82,13 @@ def order(
         # These name their source even when it is implied: it is what they mean. What is discarded
         # before it is offloaded was offloaded by the step before.
         source = _SOURCE.get(action.kind)
-        if source is not None:
+        if action.kind is Kind.UPDATE_HOST:
+            # It reads the gradient, and writes what fetches of the chunk read.
+            sources = (latest.get((kind, action.chunk)) for kind in (Kind.FETCH, Kind.OFFLOAD))
+            after: tuple[int, ...] = tuple(sorted(s for s in sources if s is not None))
+        elif source is not None:
             before = latest.get((source, action.chunk))
-            after: tuple[int, ...] = () if before is None else (before,)
+            after = () if before is None else (before,)
         elif span and action.kind in (Kind.FETCH, Kind.REDUCE):
             after = _needed(touched.latest(*span), stream, seen[stream], done)
         else:

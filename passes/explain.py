@@ -12,8 +12,10 @@ from dataclasses import replace
 
 import sympy
 
-from passes.pipeline import Choices, Limits, Outline, finish, fixed_bytes, moments_of, outline
-from passes.plan import ALIGNMENT, Chunk, Home, PlanError, Rates
+from passes.arrange import fixed_bytes
+from passes.limits import Choices, Limits
+from passes.pipeline import Outline, finish, moments_of, outline
+from passes.plan import ALIGNMENT, Chunk, PlanError, Rates
 from passes.schedule import smallest_capacity
 
 _PRECISION = 100
@@ -30,7 +32,6 @@ def explain(
     internal: Mapping[int, int] | None,
     symbols: Mapping[sympy.Symbol, int],
     fixed: Sequence[Chunk],
-    home: Home | None,
     limits: Limits,
     choices: Choices,
     rates: Rates,
@@ -43,7 +44,6 @@ def explain(
         internal: as given to ``finish``.
         symbols: as given to ``finish``.
         fixed: as given to ``outline``.
-        home: as given to ``outline``.
         limits: as given to both.
         choices: as given to both.
         rates: as given to both.
@@ -51,9 +51,7 @@ def explain(
 
     def fits(changed: Limits) -> bool:
         captured = replace(outlined.captured, symbols={**outlined.captured.symbols, **symbols})
-        again = outline(
-            captured, fixed=fixed, home=home, limits=changed, choices=choices, rates=rates
-        )
+        again = outline(captured, fixed=fixed, limits=changed, choices=choices, rates=rates)
         # What the compiler allocates is known for the segments that were compiled.
         known = internal if again.chunks == outlined.chunks else None
         try:

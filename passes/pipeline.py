@@ -1,11 +1,12 @@
 """The list of passes, from two captured graphs to a verified step plan.
 
-    localize -> lifetimes -> (place) -> chunk -> split -> liveness, cost, gradients -> schedule
+    localize -> lifetimes -> chunk -> split -> liveness, cost, gradients -> place -> schedule
     -> verify
 
 ``outline`` runs up to the segments: their boundaries follow from the chunks' uses alone. The caller
-may then compile the segments and read their real peaks. ``finish`` makes the schedule for one set
-of sizes and verifies it. The chunk size is chosen by simulating the candidates.
+may then compile the segments and read their real peaks. ``finish`` chooses homes, makes the
+schedule for one set of sizes, and verifies it. The chunk size, and how much of the device is arena
+and how much home, are chosen by simulating the candidates.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from functools import partial
 import sympy
 from torch import fx
 
+from passes.arrange import OUTLINE_SLOTS, arrange
 from passes.chunking import candidate_sizes, chunk, layer_bytes
 from passes.cost import segment_seconds
 from passes.gradients import whole_gradients
 from passes.lifetimes import Lifetimes, lifetimes
+from passes.limits import Choices, Limits
 from passes.liveness import Live, liveness
 from passes.localize import localize
-from passes.placement import place
 from passes.plan import (
     Chunk,
     Direction,
@@ -36,9 +38,7 @@ from passes.plan import (
     Rates,
     StepPlan,
 )
-from passes.schedule import schedule
 from passes.segments import Segment, split
-from passes.simulate import simulate
 from passes.verify import verify
 
 log = logging.getLogger(__name__)
@@ -67,51 +67,14 @@ class Captured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What bounds a plan. Bytes; None: unlimited.
-
-    Attributes:
-        budget_bytes: device memory that the step may use.
-        arena_limit: bytes that resident chunks may use of it.
-        reserved_bytes: device memory taken by neither chunks nor non-model data of the graphs.
-        master_bytes: what masters and their gradients take beyond compute copies, where the home
-            is the device.
-        state_bytes: what ``placement`` needs to know: all model states, on the device.
-        resident_bytes: and their part that a step reads and writes.
-    """
-
-    budget_bytes: int | None
-    arena_limit: int | None
-    reserved_bytes: int
-    master_bytes: int
-    state_bytes: int
-    resident_bytes: int
-
-    def reserved(self, chunks: Sequence[Chunk]) -> int:
-        """All bytes that are neither compute copies and gradients nor non-model data."""
-        device = any(c.home is Home.DEVICE for c in chunks)
-        return self.reserved_bytes + (self.master_bytes if device else 0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
-    """What the user decided instead of the plan: see the backend's options."""
-
-    prefetch: int | None = None
-    chunk_bytes: int | None = None
-    carry: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outline:
     """A step up to its segments: chunks, and the segments of both graphs in order.
 
-    ``fixed`` are the chunks that were given, ``home`` is the home of all.
+    ``fixed`` are the chunks that were given. The homes of all are still open.
     """
 
     captured: Captured
     fixed: tuple[Chunk, ...]
-    home: Home
     chunks: tuple[Chunk, ...]
     forward: tuple[Segment, ...]
     backward: tuple[Segment, ...]
@@ -127,7 +90,6 @@ def outline(
     captured: Captured,
     *,
     fixed: Sequence[Chunk],
-    home: Home | None,
     limits: Limits,
     choices: Choices,
     rates: Rates,
@@ -137,7 +99,6 @@ def outline(
     Args:
         captured: the traced step. Its graphs are rewritten in place (``localize``).
         fixed: chunks that exist already; their layout stays.
-        home: the home of existing chunks; None: still free.
         limits: the bounds.
         choices: the user's.
         rates: the machine's.
@@ -150,30 +111,20 @@ def outline(
         localize(captured.backward)
         backward = lifetimes(captured.backward.graph)
     cut_at = partial(_outline, captured, forward, backward, rates, {})
-    if home is None:
-        whole = cut_at(fixed=(), home=Home.DEVICE, chunks=(), cut=())
-        peak = max(peaks(whole, None, captured.symbols), default=0)
-        home = place(
-            state_bytes=limits.state_bytes,
-            resident_bytes=limits.resident_bytes,
-            live_bytes=peak + limits.reserved_bytes,
-            budget_bytes=limits.budget_bytes,
-            arena_limit=limits.arena_limit,
-        )
+    uncut = cut_at(fixed=(), chunks=())
+    fits = limits.everything_fits(max(peaks(uncut, None, captured.symbols), default=0))
     known = {slot.parameter for c in fixed for slot in c.content}
     order, spread = _first_uses(forward, backward)
     order = [p for p in order if p not in known]
     best: tuple[tuple[bool, float, int], Outline] | None = None
-    for target in _targets(captured, order, home, limits, choices):
+    for target in _targets(captured, order, limits, choices, everything_fits=fits):
         chunks = (
             *fixed,
             *_numbered(
-                chunk(captured.parameters, order, spread, target_bytes=target, home=home),
-                start=len(fixed),
+                chunk(captured.parameters, order, spread, target_bytes=target), start=len(fixed)
             ),
         )
-        cut = chunks if target is not None else [c for c in chunks if c.home is Home.HOST]
-        candidate = cut_at(fixed=tuple(fixed), home=home, chunks=chunks, cut=cut)
+        candidate = cut_at(fixed=tuple(fixed), chunks=chunks)
         score = _score(candidate, limits, choices, rates)
         if best is None or score < best[0]:
             best = (score, candidate)
@@ -211,39 +162,34 @@ def finish(
         PlanError: if the step cannot fit; ``explain`` finds out what would.
     """
     started = time.perf_counter()
-    moments = moments_of(outlined, internal, symbols)
-    taken = fixed_bytes(outlined.chunks, moments, limits)
-    if limits.budget_bytes is not None and taken > limits.budget_bytes:
-        raise PlanError(
-            f"without any chunk in the arena the step needs {taken} bytes, and there are "
-            f"{limits.budget_bytes}",
-            moment=max(moments, key=lambda m: m.live_bytes).index,
-            needed_bytes=taken,
-            available_bytes=limits.budget_bytes,
-        )
-    scheduled = schedule(
+    arranged = arrange(
         outlined.chunks,
-        moments,
-        capacity_bytes=_capacity(outlined.chunks, moments, limits),
-        prefetch=choices.prefetch,
-        carry=choices.carry,
+        moments_of(outlined, internal, symbols),
+        limits=limits,
+        choices=choices,
+        rates=rates,
         whole=outlined.captured.whole,
     )
-    timeline = simulate(outlined.chunks, moments, scheduled, rates)
     plan = StepPlan(
         parameters=outlined.captured.parameters,
-        chunks=outlined.chunks,
-        moments=moments,
-        schedule=scheduled,
+        chunks=arranged.chunks,
+        moments=arranged.moments,
+        schedule=arranged.schedule,
         budget_bytes=limits.budget_bytes,
-        reserved_bytes=limits.reserved(outlined.chunks),
-        step_seconds=timeline.step_seconds,
-        wait_seconds=timeline.wait_seconds,
+        reserved_bytes=limits.reserved(arranged.chunks),
+        step_seconds=arranged.timeline.step_seconds,
+        wait_seconds=arranged.timeline.wait_seconds,
         prefetch=choices.prefetch,
         arena_limit=limits.arena_limit,
     )
     verify(plan)
-    log.debug("plan: %d actions in %.2f s", len(scheduled.actions), time.perf_counter() - started)
+    log.debug(
+        "plan: %d of %d chunks at home on the device, %d actions in %.2f s",
+        sum(c.home is Home.DEVICE for c in plan.chunks),
+        len(plan.chunks),
+        len(plan.schedule.actions),
+        time.perf_counter() - started,
+    )
     return plan
 
 
@@ -278,11 +224,9 @@ def _outline(
     flops: dict[fx.Node, int],
     *,
     fixed: tuple[Chunk, ...],
-    home: Home,
     chunks: tuple[Chunk, ...],
-    cut: Sequence[Chunk],
 ) -> Outline:
-    chunk_of = {s.parameter: c.index for c in cut for s in c.content}
+    chunk_of = {s.parameter: c.index for c in chunks for s in c.content}
     forward_segments = split(forward, chunk_of, graph=captured.forward.graph)
     backward_segments: tuple[Segment, ...] = ()
     if backward is not None and captured.backward is not None:
@@ -291,7 +235,6 @@ def _outline(
     return Outline(
         captured=captured,
         fixed=fixed,
-        home=home,
         chunks=chunks,
         forward=forward_segments,
         backward=backward_segments,
@@ -325,13 +268,14 @@ def _first_uses(forward: Lifetimes, backward: Lifetimes | None) -> tuple[list[in
 def _targets(
     captured: Captured,
     order: Sequence[int],
-    home: Home,
     limits: Limits,
     choices: Choices,
+    *,
+    everything_fits: bool,
 ) -> Sequence[int | None]:
     if not order:
         return (None,)
-    if home is Home.DEVICE:
+    if everything_fits:
         # Nothing moves, but the segments of equal layers are compiled once.
         return (layer_bytes(captured.parameters, order),)
     if choices.chunk_bytes is not None:
@@ -347,7 +291,9 @@ def _numbered(chunks: Sequence[Chunk], *, start: int) -> list[Chunk]:
 def moments_of(
     outlined: Outline, internal: Mapping[int, int] | None, symbols: Mapping[sympy.Symbol, int]
 ) -> tuple[Moment, ...]:
-    """The moments for given sizes; arguments as in :func:`finish`."""
+    """The moments for given sizes, as if all chunks lived on the host; arguments as in
+    :func:`finish`.
+    """
     live = peaks(outlined, internal, symbols)
     chunk_of = {s.parameter: c.index for c in outlined.chunks for s in c.content}
     at_once = whole_gradients(outlined.segments, outlined.chunks)
@@ -368,38 +314,21 @@ def moments_of(
     return tuple(moments)
 
 
-def _capacity(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits) -> int:
-    """Bytes that the arena may use: what the budget leaves beside everything else."""
-    total = 2 * sum(c.nbytes for c in chunks) + 256 * len(chunks)
-    if limits.arena_limit is not None:
-        total = min(total, limits.arena_limit)
-    if limits.budget_bytes is not None:
-        total = min(total, limits.budget_bytes - fixed_bytes(chunks, moments, limits))
-    return total
-
-
-def fixed_bytes(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits) -> int:
-    """Bytes of the budget that the arena cannot have."""
-    states = sum(c.nbytes for c in chunks if c.home is Home.DEVICE)
-    return limits.reserved(chunks) + states + max((m.live_bytes for m in moments), default=0)
-
-
 def _score(
     candidate: Outline, limits: Limits, choices: Choices, rates: Rates
 ) -> tuple[bool, float, int]:
     """Orders candidates: those that fit, by predicted time, then by traffic."""
-    moments = moments_of(candidate, None, candidate.captured.symbols)
-    capacity = _capacity(candidate.chunks, moments, limits)
     try:
-        scheduled = schedule(
+        arranged = arrange(
             candidate.chunks,
-            moments,
-            capacity_bytes=max(capacity, 0),
-            prefetch=choices.prefetch,
-            carry=choices.carry,
+            moments_of(candidate, None, candidate.captured.symbols),
+            limits=limits,
+            choices=choices,
+            rates=rates,
             whole=candidate.captured.whole,
+            slots=OUTLINE_SLOTS,
         )
     except PlanError as error:
         return (True, float(error.needed_bytes - error.available_bytes), 0)
-    timeline = simulate(candidate.chunks, moments, scheduled, rates)
-    return (False, timeline.step_seconds, sum(a.nbytes for a in scheduled.actions))
+    traffic = sum(a.nbytes for a in arranged.schedule.actions)
+    return (False, arranged.timeline.step_seconds, traffic)

@@ -42,6 +42,7 @@ class Stream(StrEnum):
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
+    UPDATE = "update"
 
 
 class Kind(StrEnum):
@@ -54,6 +55,8 @@ class Kind(StrEnum):
     REDUCE = "reduce"
     OFFLOAD = "offload"
     DISCARD = "discard"
+    UPDATE = "update"
+    UPDATE_HOST = "update_host"
 
 
 STREAM_OF: Mapping[Kind, Stream] = {
@@ -64,6 +67,8 @@ STREAM_OF: Mapping[Kind, Stream] = {
     Kind.REDUCE: Stream.COMPUTE,
     Kind.OFFLOAD: Stream.D2H,
     Kind.DISCARD: Stream.COMPUTE,
+    Kind.UPDATE: Stream.COMPUTE,
+    Kind.UPDATE_HOST: Stream.UPDATE,
 }
 
 
@@ -94,7 +99,9 @@ class Slot:
 class Chunk:
     """Parameters that move as one contiguous buffer: one dtype, one ``requires_grad``.
 
-    The chunk's gradient, if any, has the same layout and the same ``nbytes``.
+    The chunk's gradient, if any, has the same layout and the same ``nbytes``. ``state_bytes`` are
+    the masters, where compute copies are casts of them, and the optimizer's states; ``cast_bytes``
+    the compute copies that are casts.
     """
 
     index: int
@@ -103,6 +110,25 @@ class Chunk:
     requires_grad: bool
     content: tuple[Slot, ...]
     nbytes: int
+    state_bytes: int = 0
+    cast_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the chunk always takes of the device: none unless its home is there."""
+        if self.home is Home.HOST:
+            return 0
+        return self.state_bytes + self.nbytes - self.cast_bytes
+
+    @property
+    def elements(self) -> int:
+        """Elements of the chunk's parameters, about: padding counts."""
+        return self.nbytes // self.dtype.itemsize
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that the chunk always takes of the host: compute copies, and states."""
+        return self.nbytes + self.state_bytes if self.home is Home.HOST else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +166,16 @@ class Action:
                once this action is complete
     discard    make the compute stream wait for an offload without ``offset``, and give the
                gradient's memory back
+    update     run the optimizer's step of a chunk whose home is the device; its gradient is dropped
+    update_    the same for a chunk whose home is the host, on the host. The next step's first fetch
+    host       of the chunk waits for it
     =========  ====================================================================================
 
     ``after`` lists earlier actions *on other streams* whose completion this action's stream waits
     for; order inside one stream is implied. ``moment`` is the moment at which the action is
     issued: fetch and wait before or after the moment's compute as their place in the list says.
-    For chunks whose home is the device, ``reduce`` has no ``offset`` and there is no other action.
+    For chunks whose home is the device, ``reduce`` has no ``offset``, and ``update`` is the only
+    other action.
     A ``reduce`` and ``offload`` of a host chunk without ``offset`` leave the gradient where the
     segment put it and copy it from there (see pass ``direct``); it is discarded later in the step,
     or, if the step ends first, in the next one.
@@ -169,13 +199,17 @@ class Action:
 class Rates:
     """What the machine does per second. Bytes per second and operations per second.
 
-    ``h2d`` and ``d2h`` are the rates while both directions are busy.
+    ``h2d`` and ``d2h`` are the rates while both directions are busy. ``update_device`` and
+    ``update_host`` are elements of parameters that an optimizer updates, the latter while copies
+    run.
     """
 
     flops: Mapping[torch.dtype, float]
     memory: float
     h2d: float
     d2h: float
+    update_device: float
+    update_host: float
     transfer_latency: float = 20e-6
     segment_latency: float = 30e-6
 
@@ -234,11 +268,17 @@ class StepPlan:
 
     @property
     def device_state_bytes(self) -> int:
-        """Bytes of compute copies of chunks whose home is the device.
+        """Bytes of the model states of chunks whose home is the device.
 
-        Their gradients are values of the backward graph, so ``live_bytes`` counts them.
+        ``live_bytes`` counts their gradients, and casts of their masters while they are read.
         """
-        return sum(c.nbytes for c in self.chunks if c.home is Home.DEVICE)
+        return sum(c.device_bytes for c in self.chunks)
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Bytes of host memory: model states of chunks at home there, compute copies, gradients."""
+        gradients = sum(a.nbytes for a in self.actions(Kind.OFFLOAD))
+        return sum(c.host_bytes for c in self.chunks) + gradients
 
     @property
     def peak_device_bytes(self) -> int:

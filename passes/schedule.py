@@ -28,6 +28,7 @@ from passes.events import order
 from passes.placer import NoPlaceError, Placed, Placer
 from passes.plan import ALIGNMENT, Chunk, Direction, Moment, PlanError, Schedule, align
 from passes.step import Step
+from passes.updates import with_updates
 
 _RETRIES = 4
 """Moments for which prefetching is held back one by one before it is given up altogether."""
@@ -47,6 +48,7 @@ def schedule(
     prefetch: int | None = None,
     carry: bool = False,
     whole: bool = True,
+    update: bool = False,
 ) -> Schedule:
     """Plan all fetches, releases and gradients of one step in ``capacity_bytes`` of arena.
 
@@ -54,6 +56,7 @@ def schedule(
     ``carry`` lets the chunks that the step needs first stay at its end, where it found them.
     Unless it is ``whole``, other graphs run between its forward and its backward, and after it, so
     that nothing stays in the arena from one to the other.
+    ``update`` runs the optimizer's step of each chunk inside the backward.
     Raises :class:`~passes.plan.PlanError` when a moment's chunks and gradients find no place.
     """
     if prefetch is not None and prefetch < 0:
@@ -61,7 +64,10 @@ def schedule(
     parts = [moments] if whole else _directions(moments)
     placed = [_place(Step.of(chunks, p), capacity_bytes, prefetch, carry and whole) for p in parts]
     actions = [action for part in placed for action in part.actions]
-    ordered = order(actions, {c.index: c for c in chunks}, {m.index: m for m in moments})
+    by_index = {c.index: c for c in chunks}
+    if update:
+        actions = with_updates(actions, by_index, moments)
+    ordered = order(actions, by_index, {m.index: m for m in moments})
     ends = (a.offset + a.nbytes for a in ordered if a.offset is not None)
     return Schedule(
         actions=ordered,

@@ -37,7 +37,8 @@ def verify(plan: StepPlan) -> None:
     ]
     # The replays assume that chunks and moments exist.
     if not problems:
-        problems = [*_residency(plan), *_gradients(plan), *_direct(plan), *races(plan)]
+        replays = (_residency, _gradients, _direct, races, _updates)
+        problems = [problem for replay in replays for problem in replay(plan)]
     if problems:
         raise VerificationError(tuple(problems))
 
@@ -118,10 +119,12 @@ def _bytes(plan: StepPlan) -> Iterable[str]:
         chunk = plan.chunks[action.chunk]
         what = f"action {action.index} ({action.kind} chunk {chunk.index})"
         if chunk.home is Home.DEVICE:
-            if action.kind is not Kind.REDUCE or action.offset is not None:
+            if action.kind not in (Kind.REDUCE, Kind.UPDATE) or action.offset is not None:
                 yield f"{what} moves a chunk whose home is the device"
             continue
-        if action.kind in (Kind.WAIT, Kind.RELEASE, Kind.DISCARD):
+        if action.kind is Kind.UPDATE:
+            yield f"{what} updates a chunk on the device whose home is the host"
+        if action.kind in (Kind.WAIT, Kind.RELEASE, Kind.DISCARD, Kind.UPDATE, Kind.UPDATE_HOST):
             continue
         if action.offset is None and action.kind in (Kind.REDUCE, Kind.OFFLOAD):
             continue
@@ -273,6 +276,37 @@ def _gradients(plan: StepPlan) -> Iterable[str]:
     for chunk in sorted(owed | set(offloaded)):
         if offloaded.get(chunk, 0) != (chunk in owed):
             yield f"the gradient of chunk {chunk} is offloaded {offloaded.get(chunk, 0)} times"
+
+
+def _updates(plan: StepPlan) -> Iterable[str]:
+    """If the step updates, each chunk with a gradient once, when it is needed no more."""
+    updated: dict[int, int] = {}
+    latest: dict[tuple[Kind, int], int] = {}
+    for action in plan.schedule.actions:
+        what = f"action {action.index} ({action.kind} chunk {action.chunk})"
+        if action.kind is Kind.COMPUTE:
+            for chunk in plan.moments[action.moment].needs:
+                if chunk in updated:
+                    yield f"moment {action.moment} reads chunk {chunk}, which is updated before"
+            continue
+        assert action.chunk is not None
+        chunk = action.chunk
+        if action.kind in (Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+            latest[action.kind, chunk] = action.index
+            if chunk in updated:
+                yield f"{what} comes after the chunk's update {updated[chunk]}"
+        elif action.kind in (Kind.UPDATE, Kind.UPDATE_HOST):
+            if chunk in updated:
+                yield f"{what} updates the chunk again"
+            updated[chunk] = action.index
+            if action.kind is Kind.UPDATE_HOST:
+                for kind in (Kind.FETCH, Kind.OFFLOAD):
+                    before = latest.get((kind, chunk))
+                    if before is not None and before not in action.after:
+                        yield f"{what} does not wait for the chunk's {kind} {before}"
+    trained = {c for m in plan.moments for c in m.reduces}
+    for chunk in sorted(trained ^ set(updated)) if updated else ():
+        yield f"chunk {chunk} is updated {int(chunk in updated)} times in a step that updates"
 
 
 def _direct(plan: StepPlan) -> Iterable[str]:

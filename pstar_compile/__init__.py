@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from passes.plan import PlanError
     from pstar_compile.managed import manage, stats, unmanage
+    from pstar_compile.optim import ChunkedOptimizer
     from pstar_compile.report.plan import Plan, last_plan
 
 __version__ = "0.1.0"
 
-__all__ = ["Plan", "PlanError", "last_plan", "manage", "stats", "unmanage"]
+__all__ = [
+    "ChunkedOptimizer",
+    "Plan",
+    "PlanError",
+    "last_plan",
+    "manage",
+    "stats",
+    "unmanage",
+]
 
 _HOME = {
+    "ChunkedOptimizer": "pstar_compile.optim",
     "Plan": "pstar_compile.report.plan",
     "PlanError": "passes.plan",
     "last_plan": "pstar_compile.report.plan",

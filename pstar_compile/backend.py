@@ -6,14 +6,16 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from passes.pipeline import Captured, Choices, Limits, Outline, outline
-from passes.plan import Chunk, Home, Parameter
+from passes.limits import Choices, Limits
+from passes.pipeline import Captured, Outline, outline
+from passes.plan import Chunk, Parameter
 from pstar_compile import ops
 from pstar_compile.capture import (
     Partitioned,
@@ -31,6 +33,7 @@ from pstar_compile.program import Program, Signature
 from pstar_compile.refusal import refuse_at_call
 from pstar_compile.runtime.engine import Engine
 from pstar_compile.runtime.parameter import ManagedParameter, masters, written_in_forward
+from pstar_compile.states import states_of
 from pstar_compile.torch_compat import aot_compile, inductor_decompositions, wake_compile_workers
 from pstar_compile.writes import reading_fetches_last, take_written
 
@@ -268,12 +271,12 @@ class _CompiledGraph:
             | {s: source.hint for s, source in symbols.items()},
             whole=set(self._members()) >= {p for p in engine.parameters if p.nbytes},
         )
+        limits = partial(self._limits, [weakref.ref(p) for p in members])
         outlined = outline(
             captured,
             fixed=fixed,
-            home=engine.home if engine.parameters else Home.DEVICE,
-            limits=self._limits(),
-            choices=self._choices,
+            limits=limits(),
+            choices=self._present_choices(),
             rates=self._rates,
         )
         compiled = compile_segments(
@@ -294,35 +297,25 @@ class _CompiledGraph:
                 anchor_gradients={} if partitioned is None else partitioned.anchor_gradients,
                 symbols=symbols,
             ),
-            limits=self._limits,
-            choices=self._choices,
+            limits=limits,
+            choices=self._present_choices,
             rates=self._rates,
             trust=self._config.trust_version_counters,
         )
 
-    def _limits(self) -> Limits:
+    def _present_choices(self) -> Choices:
+        updates = self._engine.updates
+        return replace(self._choices, update=None if updates is None else updates.update_mode)
+
+    def _limits(self, members: Sequence[weakref.ref[ManagedParameter]]) -> Limits:
+        """The bounds of a plan over these parameters, as they are now."""
         engine = self._engine
-        inside = set(self._members())
-        states = resident = masters = others = 0
-        for parameter in engine.parameters:
-            master = parameter.master.nbytes
-            own_copy = parameter.dtype != parameter.master.dtype
-            trained = parameter.master.requires_grad
-            copies = parameter.nbytes * (2 if trained else 1)
-            # Master, gradient, two moments; and a compute copy if it is not the master itself.
-            states += master * (4 if trained else 1) + (parameter.nbytes if own_copy else 0)
-            resident += copies
-            if parameter not in inside:
-                others += master * (2 if trained else 1)
-            elif own_copy:
-                masters += master + (master - parameter.nbytes if trained else 0)
+        parameters = [p for reference in members if (p := reference()) is not None]
         return Limits(
             budget_bytes=engine.device_budget(),
             arena_limit=engine.config.arena_memory,
             reserved_bytes=library_bytes(engine.config.device),
-            master_bytes=masters + others,
-            state_bytes=states,
-            resident_bytes=resident,
+            states=states_of(engine, parameters),
         )
 
 

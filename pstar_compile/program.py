@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from passes.explain import explain
 from passes.graph import alias_root
 from passes.insert import insert
-from passes.pipeline import Captured, Choices, Limits, Outline, finish, lives, peaks
+from passes.limits import Choices, Limits
+from passes.pipeline import Captured, Outline, finish, lives, peaks
 from passes.plan import Chunk, Direction, PlanError, Rates, StepPlan
 from pstar_compile import ops
 from pstar_compile.capture import SizeSource
@@ -62,7 +63,11 @@ class Planned:
 class _Variant:
     """One plan of a program, with its outer graphs."""
 
-    def __init__(self, program: Program, plan: StepPlan) -> None:
+    def __init__(self, program: Program, plan: StepPlan, live_bytes: int) -> None:
+        # Peak of non-model data that the plan was made for.
+        self.live_bytes = live_bytes
+        # Whether new forwards must take another plan.
+        self.retired = False
         outline = program.outline
         backward_start = len(outline.forward)
         by_direction: dict[Direction, list[Any]] = {d: [] for d in Direction}
@@ -105,7 +110,7 @@ class Program:
         compiled: CompiledSegments,
         signature: Signature,
         limits: Callable[[], Limits],
-        choices: Choices,
+        choices: Callable[[], Choices],
         rates: Rates,
         trust: bool,
     ) -> None:
@@ -165,10 +170,16 @@ class Program:
         sizes = {s: source.read(args) for s, source in self._signature.symbols.items()}
         key = tuple(sizes.values())
         variant = self._by_sizes.get(key)
+        pointers = tuple(args[i].data_ptr() for i in self._signature.forward_anchors)
+        bound = None if variant is None else variant.bound.get(pointers)
+        if bound is not None and not bound.is_current():
+            # Another plan moved states, and this one must reckon with it. A backward may still
+            # come for its last forward, so it is only kept from new ones.
+            self.replan()
+            variant = bound = None
         if variant is None:
             variant = self._remember(key, self._variant(sizes))
-        pointers = tuple(args[i].data_ptr() for i in self._signature.forward_anchors)
-        bound = variant.bound.get(pointers)
+            bound = variant.bound.get(pointers)
         if bound is None:
             bound = self._bind(variant, [args[i] for i in self._signature.forward_anchors])
             variant.bound[pointers] = bound
@@ -233,6 +244,12 @@ class Program:
             )
         return outputs
 
+    def replan(self) -> None:
+        """Make new plans from here: the model states are elsewhere, or need other room."""
+        for variant in self._variants:
+            variant.retired = True
+        self._by_sizes.clear()
+
     def _remember(self, key: tuple[int, ...], variant: _Variant) -> _Variant:
         if len(self._by_sizes) >= _REMEMBERED_SIZES:
             self._by_sizes.clear()
@@ -243,27 +260,24 @@ class Program:
         """A plan that holds for these sizes: a known one if it has the room, or a new one."""
         sizes = {**self.outline.captured.symbols, **sizes}
         internal = self.compiled.internal(self.outline.segments, lives(self.outline, sizes))
-        if self._variants:
-            need = max(peaks(self.outline, internal, sizes), default=0)
-            for variant in self._variants:
-                if need <= max((m.live_bytes for m in variant.planned.step.moments), default=0):
-                    return variant
+        need = max(peaks(self.outline, internal, sizes), default=0)
+        for variant in self._variants:
+            if not variant.retired and need <= variant.live_bytes:
+                return variant
         limits = self._limits()
         given: dict[str, Any] = {
             "internal": internal,
             "symbols": sizes,
             "limits": limits,
-            "choices": self._choices,
+            "choices": self._choices(),
             "rates": self._rates,
         }
         try:
             plan = finish(self.outline, **given)
         except PlanError as error:
             fixed = self.outline.chunks if self._variants else self.outline.fixed
-            raise explain(
-                error, self.outline, fixed=fixed, home=self.outline.home if fixed else None, **given
-            ) from None
-        variant = _Variant(self, plan)
+            raise explain(error, self.outline, fixed=fixed, **given) from None
+        variant = _Variant(self, plan, need)
         self._variants.append(variant)
         return variant
 
@@ -273,11 +287,15 @@ class Program:
         self._engine.adopt(
             [
                 chunk
-                for chunk in self.outline.chunks
+                for chunk in variant.planned.step.chunks
                 if parameters[chunk.content[0].parameter] not in self._engine.chunk_of
             ],
             parameters,
         )
+        for chunk in variant.planned.step.chunks:
+            stored = self._engine.chunk_of[parameters[chunk.content[0].parameter]]
+            if stored.layout.home is not chunk.home:
+                self._engine.move(stored, chunk.home)
         return BoundPlan(
             self._engine,
             variant.planned.step,
@@ -327,7 +345,6 @@ def _witness(captured: Captured) -> tuple[int, int] | None:
 
 def _geometry(chunk: Chunk) -> tuple[object, ...]:
     return (
-        chunk.home,
         chunk.dtype,
         tuple((s.offset, s.nbytes) for s in chunk.content),
     )

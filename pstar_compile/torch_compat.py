@@ -263,3 +263,14 @@ def input_position(placeholder: fx.Node) -> int | None:
 
     descriptor = placeholder.meta.get("desc")
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
+
+
+def without_torch_function(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function of PyTorch on a Tensor subclass as if it had no ``__torch_function__``.
+
+    Private: ``torch._C.DisableTorchFunctionSubclass``, which PyTorch's notes on extending it use.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)

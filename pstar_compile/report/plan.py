@@ -69,6 +69,11 @@ class Plan:
         return max(planned.step.peak_device_bytes for planned in self._planned)
 
     @property
+    def peak_host_bytes(self) -> int:
+        """Predicted bytes of host memory: model states at home there, compute copies, gradients."""
+        return max(planned.step.peak_host_bytes for planned in self._planned)
+
+    @property
     def h2d_bytes(self) -> int:
         """Bytes a step copies from the host to the device."""
         return sum(planned.step.h2d_bytes for planned in self._planned)

@@ -21,14 +21,14 @@ def totals_table(plan: StepPlan) -> str:
         for name, limit in (("device", plan.budget_bytes), ("arena", plan.arena_limit))
         if limit is not None
     ]
-    home = plan.chunks[0].home if plan.chunks else Home.DEVICE
+    at_home = sum(chunk.home is Home.DEVICE for chunk in plan.chunks)
     rows = [
-        ("chunks", f"{len(plan.chunks)}, home {home}"),
+        ("chunks", f"{len(plan.chunks)}, {at_home} of them at home on the device"),
         ("moments", len(plan.moments)),
         ("memory limit", ", ".join(limits) or "none"),
         ("predicted device peak", format_bytes(plan.peak_device_bytes)),
         ("  chunk arena", format_bytes(plan.schedule.arena_bytes)),
-        ("  chunks at home on the device", format_bytes(plan.device_state_bytes)),
+        ("  model states at home on the device", format_bytes(plan.device_state_bytes)),
         ("  non-model data", format_bytes(live)),
         ("  reserved", format_bytes(plan.reserved_bytes)),
         ("host to device per step", format_bytes(plan.h2d_bytes)),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pstar_compile.runtime.streams import Event
+from pstar_compile.runtime.watched import change_class
 from pstar_compile.torch_compat import (
     apply_gradient_hooks,
     has_gradient_hooks,
@@ -34,15 +35,90 @@ class Contribution:
         grad: its values.
         event: the copy that fills ``grad``; None: it is there already.
         owned: whether nobody else can hold ``grad``, so that it may become ``p.grad`` itself.
+        norm: its 2-norm, on the compute device; None: nobody has computed it.
     """
 
     grad: Tensor
     event: Event | None
     owned: bool
+    norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A factor of gradients, on the compute device and on the host.
+
+    Attributes:
+        device: the factor where it was computed.
+        host: the same on the host.
+        event: the copy that fills ``host``.
+    """
+
+    device: Tensor
+    host: Tensor
+    event: Event
+
+    def on(self, device: torch.device) -> Tensor:
+        """The factor on one of the two; never makes the host wait for the compute stream."""
+        if device == self.device.device:
+            return self.device
+        self.event.wait_host()
+        return self.host
+
+
+def norm_of(grad: Tensor) -> Tensor:
+    """The 2-norm of a gradient, summed in fp32 at least."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=wide)
+    return norm
+
+
+@dataclass(slots=True)
+class OnItsWay:
+    """A gradient that is not in ``p.grad`` yet.
+
+    Attributes:
+        contributions: what it is the sum of.
+        scale: what the sum is multiplied with (gradient clipping); None: nothing.
+    """
+
+    contributions: Sequence[Contribution]
+    scale: Scale | None = None
+
+    def scale_by(self, scale: Scale) -> None:
+        """Multiply the gradient by a factor, when it is made."""
+        if self.scale is None:
+            self.scale = scale
+        else:
+            # Two factors become one, where both are known: clipped twice, say.
+            device = self.scale.device * scale.device
+            self.scale.event.wait_host()
+            scale.event.wait_host()
+            self.scale = Scale(device, self.scale.host * scale.host, scale.event)
+
+    def total(self, master: nn.Parameter, into: Tensor | None = None) -> tuple[Tensor, bool]:
+        """The gradient in the master's dtype and on its device, and whether nobody else holds it.
+
+        Blocks until the copies are complete. Where something has to be computed, ``into`` takes
+        the result.
+        """
+        total, owned = self.contributions[0].grad, self.contributions[0].owned
+        for contribution in self.contributions:
+            if contribution.event is not None:
+                contribution.event.wait_host()
+        for other in self.contributions[1:]:
+            total, owned = total + other.grad, True
+        if total.dtype != master.dtype or total.device != master.device or self.scale is not None:
+            if into is None:
+                into = torch.empty_like(total, device=master.device, dtype=master.dtype)
+            total, owned = into.copy_(total), True
+        if self.scale is not None:
+            total.mul_(self.scale.on(total.device))
+        return total, owned
 
 
 _arriving = WeakIdKeyDictionary()
-"""Master -> contributions that are not in ``p.grad`` yet."""
+"""Master -> its gradient that is not in ``p.grad`` yet."""
 
 _lock = threading.RLock()
 """Held while one arrives: another thread that reads the gradient waits for it, too."""
@@ -55,25 +131,35 @@ _grad: Any = Tensor.grad
 def deliver(master: nn.Parameter, contributions: Sequence[Contribution]) -> None:
     """Accumulate into ``master.grad``: now, or when it is read.
 
-    Later only if nobody can tell: there are copies to wait for, no hook wants the gradient, and
-    no tensor that somebody may hold has to change.
+    Later only if nobody can tell: there are copies or casts to make, no hook wants the gradient,
+    and no tensor that somebody may hold has to change.
     """
     unseen = master in _arriving
     _arrive(master)
-    copying = any(c.event is not None for c in contributions)
-    if copying and not has_gradient_hooks(master) and (unseen or master.grad is None):
-        _arriving[master] = contributions
+    making = any(c.event is not None or c.grad.dtype != master.dtype for c in contributions)
+    if making and not has_gradient_hooks(master) and (unseen or master.grad is None):
+        _arriving[master] = OnItsWay(contributions)
         if not isinstance(master, _Arriving):
-            master.__class__ = _arriving_class(type(master))
+            change_class(master, _arriving_class)
     else:
-        _accumulate(master, contributions, hooks=True)
+        _accumulate(master, OnItsWay(contributions), hooks=True)
+
+
+def gradient_of(master: nn.Parameter) -> OnItsWay | Tensor | None:
+    """The gradient without waiting for it: on its way, or ``p.grad``."""
+    with _lock:
+        if _grad.__get__(master) is not None:
+            _arrive(master)
+        found: OnItsWay | None = _arriving.get(master)
+    return _grad.__get__(master) if found is None else found
 
 
 def settle(master: nn.Parameter) -> None:
     """Wait for what is on its way to ``master.grad``, and give the master its own class again."""
     if isinstance(master, _Arriving):
         _arrive(master)
-        master.__class__ = master._pstar_base  # type: ignore[assignment]
+        base = master._pstar_base
+        change_class(master, lambda _: base)
 
 
 class _Arriving:
@@ -86,10 +172,10 @@ class _Arriving:
 @without_dynamo
 def _arrive(master: nn.Parameter) -> None:
     with _lock:
-        contributions = _arriving.get(master)
-        if contributions is not None:
+        on_its_way = _arriving.get(master)
+        if on_its_way is not None:
             # Whoever wanted to be told had no hook when the gradient was due.
-            _accumulate(master, contributions, hooks=False)
+            _accumulate(master, on_its_way, hooks=False)
             del _arriving[master]
 
 
@@ -127,19 +213,9 @@ def _arriving_class(base: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(base.__name__, (_Arriving, base), namespace)
 
 
-def _accumulate(
-    master: nn.Parameter, contributions: Sequence[Contribution], *, hooks: bool
-) -> None:
+def _accumulate(master: nn.Parameter, on_its_way: OnItsWay, *, hooks: bool) -> None:
     with torch.no_grad(), torch.inference_mode(False):
-        for contribution in contributions:
-            if contribution.event is not None:
-                contribution.event.wait_host()
-        first = contributions[0]
-        total, owned = first.grad, first.owned
-        for other in contributions[1:]:
-            total, owned = total + other.grad, True
-        if total.dtype != master.dtype or total.device != master.device:
-            total, owned = total.to(device=master.device, dtype=master.dtype), True
+        total, owned = on_its_way.total(master)
         if hooks:
             hooked = apply_gradient_hooks(master, total)
             owned = owned and hooked is total

@@ -25,9 +25,15 @@ from pstar_compile.runtime.parameter import ManagedParameter, masters
 from pstar_compile.runtime.stats import Counters, Stats
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.streams import Event, Streams
+from pstar_compile.runtime.updates import Updates
+from pstar_compile.runtime.watched import touch
 from pstar_compile.torch_compat import backward_id, without_dynamo
 
 log = logging.getLogger(__name__)
+
+_UNPLANNED = 0.03
+"""Part of a GPU's memory that plans leave to the CUDA context and to the allocator's fragments when
+no budget is given."""
 
 
 @dataclass(slots=True)
@@ -80,6 +86,8 @@ class Engine:
         self._held_by: object = None
         # Compiled graph -> its state, which lives as long as the model does.
         self.compiled: dict[Any, Any] = {}
+        # What updates the model states, if a ChunkedOptimizer does.
+        self.updates: Updates | None = None
         # What ran in the step, in order: one plan for each graph that ran forward.
         self.plans: list[object] = []
         self.running = False
@@ -92,18 +100,17 @@ class Engine:
             parameter.engine = self
 
     @property
-    def home(self) -> Home | None:
-        """The home of all chunks; None before the first plan."""
-        for chunk in self.chunk_of.values():
-            return chunk.layout.home
-        return None
+    def homes(self) -> set[Home]:
+        """Where chunks are at home; empty before the first plan."""
+        return {chunk.layout.home for chunk in self.chunk_of.values()}
 
     def device_budget(self) -> int | None:
         """Bytes of device memory the step may use; None: unlimited."""
         if self.config.device_memory is not None:
             return self.config.device_memory
         if self.config.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.config.device).total_memory)
+            total = torch.cuda.get_device_properties(self.config.device).total_memory
+            return int(total * (1 - _UNPLANNED))
         return None
 
     def adopt(self, layouts: Sequence[Chunk], parameters: Sequence[ManagedParameter]) -> None:
@@ -123,6 +130,17 @@ class Engine:
                 self.chunk_of[member] = chunk
         log.debug("%d chunks in place: %.2f s", len(layouts), time.perf_counter() - started)
 
+    def move(self, chunk: StoredChunk, home: Home) -> None:
+        """Move a chunk's model states to another home, between steps."""
+        touch(p.master for p in chunk.parameters)
+        self.streams.synchronize()
+        self.resident.pop(chunk, None)
+        with torch.inference_mode(False):
+            chunk.move(home)
+        if self.updates is not None:
+            self.updates.move(chunk)
+        log.info("chunk of %s moved to the %s", chunk.parameters[0].name, home)
+
     def ensure_arena(self, nbytes: int) -> Tensor:
         """The arena, at least ``nbytes`` long. A new one is empty."""
         if self.arena is None or self.arena.nbytes < nbytes:
@@ -131,6 +149,12 @@ class Engine:
                 self.arena = torch.empty(nbytes, dtype=torch.uint8, device=self.config.device)
             self.arena_generation += 1
         return self.arena
+
+    def replan(self) -> None:
+        """Model states need other room than the plans so far were made for."""
+        for state in self.compiled.values():
+            for program in state.programs:
+                program.replan()
 
     def release_arena(self) -> None:
         """Give the arena's memory back; what was resident must be fetched again."""
@@ -221,6 +245,9 @@ class Engine:
 
     def close(self) -> None:
         """Give every master a storage of its own and end the streams."""
+        touch(p.master for p in self.parameters)
+        if self.updates is not None:
+            self.updates.close()
         self.release_arena()
         self.streams.synchronize()
         self.on_demand.close()
@@ -239,8 +266,9 @@ class Engine:
         if not sys.is_finalizing() and (self._leaving or self._held):
             self.streams.synchronize()
 
-    def _on_demand_limit(self, needed: int) -> int | None:
-        if self.home is Home.DEVICE:
+    def _on_demand_limit(self, parameter: ManagedParameter) -> int | None:
+        chunk = self.chunk_of.get(parameter)
+        if chunk is not None and chunk.layout.home is Home.DEVICE:
             return None
         limits = [b for b in (self.config.device_memory, self.config.arena_memory) if b is not None]
         if limits:
@@ -252,7 +280,9 @@ class Engine:
             budget = total // 2
         else:
             return None
-        if self.arena is not None and needed > budget - self.arena.nbytes and not self.running:
+        budget -= sum(c.layout.device_bytes for c in dict.fromkeys(self.chunk_of.values()))
+        room = budget - (0 if self.arena is None else self.arena.nbytes)
+        if self.arena is not None and parameter.nbytes > room and not self.running:
             self.release_arena()
         return budget - (0 if self.arena is None else self.arena.nbytes)
 

@@ -13,10 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from pstar_compile.runtime.arriving import Contribution, deliver
-from pstar_compile.runtime.streams import Event
 from pstar_compile.torch_compat import backward_id, call_after_backward
 
 if TYPE_CHECKING:
@@ -41,23 +38,12 @@ class Gradients:
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
 
-    def add(
-        self,
-        parameter: ManagedParameter,
-        grad: Tensor,
-        *,
-        event: Event | None = None,
-        owned: bool = False,
-    ) -> None:
-        """Take one contribution to ``parameter``'s gradient, in the parameter's shape.
-
-        ``grad`` may still be filled by an offload that ``event`` completes.
-        """
+    def add(self, parameter: ManagedParameter, contribution: Contribution) -> None:
+        """Take one contribution to ``parameter``'s gradient."""
+        contribution.grad = contribution.grad.detach()
         pending = self._of_running_backward()
         with self._lock:
-            pending.contributions.setdefault(parameter, []).append(
-                Contribution(grad.detach(), event, owned)
-            )
+            pending.contributions.setdefault(parameter, []).append(contribution)
 
     def request(self, parameter: ManagedParameter) -> None:
         """Autograd accumulates into ``parameter``: deliver when the running backward is over."""
@@ -90,5 +76,6 @@ class Gradients:
         for parameter in pending.requested:
             contributions = pending.contributions.get(parameter)
             if contributions:
+                parameter.check_not_updated()
                 deliver(parameter.master, contributions)
         self._delivered()

@@ -59,7 +59,10 @@ class OnDemand:
     """
 
     def __init__(
-        self, device: torch.device, limit: Callable[[int], int | None], counters: Counters
+        self,
+        device: torch.device,
+        limit: Callable[[ManagedParameter], int | None],
+        counters: Counters,
     ) -> None:
         self._device = device
         self._limit = limit
@@ -75,7 +78,7 @@ class OnDemand:
         """The compute copy of ``parameter``: its values as they are now, on the device."""
         parameter.check_identity()
         master = parameter.master
-        limit = self._limit(parameter.nbytes)
+        limit = self._limit(parameter)
         if limit is None and master.device == self._device and master.dtype == parameter.dtype:
             return master.detach()
         resident = self._resident.get(parameter)

@@ -12,6 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pstar_compile import ops
+from pstar_compile.runtime.arriving import Contribution
+from pstar_compile.torch_compat import without_torch_function
 
 if TYPE_CHECKING:
     from pstar_compile.runtime.engine import Engine
@@ -87,13 +89,17 @@ class ManagedParameter:
         self.anchor.requires_grad_(True).register_post_accumulate_grad_hook(accumulated)
         self.anchor.requires_grad_(requires_grad)
 
+    def place(self) -> Tensor:
+        """The master's memory, also while a worker thread may be writing to it."""
+        return without_torch_function(Tensor.detach, (self.master,), {})  # type: ignore[no-any-return]
+
     def fetch(self) -> Tensor:
         """The compute copy, fetched on demand (see ``ops``)."""
         return self._engine().on_demand.fetch(self)
 
     def reduce(self, grad: Tensor) -> None:
         """One gradient contribution outside a plan (see ``ops``)."""
-        self._engine().gradients.add(self, grad)
+        self._engine().gradients.add(self, Contribution(grad, None, owned=False))
 
     def _engine(self) -> Engine:
         if self.engine is None:
@@ -102,6 +108,24 @@ class ManagedParameter:
                 f"call pstar_compile.manage on the model that runs"
             )
         return self.engine
+
+    def check_not_updated(self) -> None:
+        """Raise if this backward has updated the parameter already, so that a gradient is late.
+
+        Raises:
+            RuntimeError: naming the parameter and what to do.
+        """
+        updates = self._engine().updates
+        if updates is not None and self in updates.early:
+            raise self.late_gradient()
+
+    def late_gradient(self) -> RuntimeError:
+        """The error for a gradient that comes when the parameter is updated already."""
+        return RuntimeError(
+            f"parameter {self.name!r} was updated inside the backward (update='backward'), and "
+            f"gets another gradient from outside of the compiled model: a loss that reads the "
+            f"parameter directly, say. Make the ChunkedOptimizer with update='step'."
+        )
 
     def sync_requires_grad(self) -> bool:
         """Give the anchor the master's ``requires_grad``; returns whether it had another one."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from passes.plan import Action, Direction, Home, Kind, StepPlan
+from pstar_compile.runtime.arriving import Contribution, OnItsWay, norm_of
 from pstar_compile.runtime.engine import Engine, Held, Leaving, Turn
 from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.store import StoredChunk
@@ -58,6 +59,8 @@ class BoundPlan:
             for position, slot in enumerate(chunk.content)
         }
         waited_on = {i for action in self.actions for i in action.after}
+        # Chunks that the plan updates inside the backward.
+        self.updated = {a.chunk for a in self.actions if a.kind in (Kind.UPDATE, Kind.UPDATE_HOST)}
         self.marked = {a.index for a in self.actions if a.index in waited_on}
         backward = {m.index for m in plan.moments if m.direction is Direction.BACKWARD}
         self.turn_residents = _residents_before(self.actions, backward)
@@ -81,6 +84,13 @@ class BoundPlan:
                 views = stored.views(arena[offset : offset + stored.layout.nbytes])
             self._views[chunk, offset] = views
         return views
+
+    def is_current(self) -> bool:
+        """Whether every chunk is at home where the plan takes it to be."""
+        return all(
+            stored.layout.home is chunk.home
+            for stored, chunk in zip(self.chunks, self.plan.chunks, strict=True)
+        )
 
     def versions(self) -> tuple[int, ...]:
         """Version counters of the masters that the backward reads."""
@@ -136,11 +146,16 @@ class Run:
         self._reduced: set[int] = set()
         # Gradients that leave from where they were computed, by chunk.
         self._direct: dict[int, dict[int, Tensor]] = {}
+        # Gradients of chunks that the plan updates, until it does.
+        self._due: dict[int, dict[ManagedParameter, list[Contribution]]] = {}
         self._fence: tuple[Event, ...] = ()
         self._leaving = engine.still_leaving()
         engine.discard_others(bound)
         if engine.running:
             engine.abandon_run()
+        if direction is Direction.BACKWARD and bound.updated:
+            assert engine.updates is not None
+            engine.updates.begin_backward()
         turn, engine.turn = engine.turn, None
         engine.running = True
         if bound.plan.schedule.arena_bytes:
@@ -255,15 +270,22 @@ class Run:
         for parameter in bound.segment_parameters[moment]:
             chunk, position = bound.chunk_index[parameter]
             if bound.plan.chunks[chunk].home is Home.DEVICE:
-                managed = bound.parameters[parameter]
-                master = managed.master
-                arguments.append(
-                    master if master.dtype == managed.dtype else master.detach().to(managed.dtype)
-                )
+                arguments.append(self._at_home(bound.parameters[parameter]))
             else:
                 arguments.append(bound.views(chunk, self._offsets[chunk])[position])
         arguments.extend(inputs)
         return arguments
+
+    def _at_home(self, parameter: ManagedParameter) -> Tensor:
+        """The compute copy of a parameter whose home is the device, by the plan."""
+        master = parameter.master
+        device = self._engine.config.device
+        if master.device != device:
+            # Its chunk moved to the host since the forward that this backward belongs to.
+            self._engine.counters.on_demand(parameter.nbytes)
+        elif master.dtype == parameter.dtype:
+            return master
+        return master.detach().to(device=device, dtype=parameter.dtype)
 
     def computed(self, index: int) -> None:
         """Mark the end of a segment that later copies wait for."""
@@ -285,7 +307,7 @@ class Run:
         if action.offset is None:
             if bound.plan.chunks[action.chunk].home is Home.DEVICE:
                 for parameter, grad in zip(parameters, grads, strict=True):
-                    engine.gradients.add(bound.parameters[parameter], grad, owned=True)
+                    self._reduced_to(action.chunk, parameter, Contribution(grad, None, owned=True))
                 return
             self._direct[action.chunk] = dict(
                 zip(parameters, (g.contiguous() for g in grads), strict=True)
@@ -322,6 +344,9 @@ class Run:
         lease = engine.pool.lease(layout.nbytes)
         homes = dict(zip((s.parameter for s in layout.content), chunk.views(lease), strict=True))
         after = [self._events[i] for i in action.after if i in self._events]
+        norms: dict[int, Tensor] = {}
+        if engine.updates is not None and engine.updates.norms:
+            norms = self._norms(action)
         if action.offset is None:
             grads = self._direct.pop(action.chunk)
             event = engine.streams.offload([(homes[p], g) for p, g in grads.items()], after)
@@ -337,7 +362,42 @@ class Run:
         engine.counters.d2h_bytes += action.nbytes
         for parameter, view in homes.items():
             if parameter in arrived:
-                engine.gradients.add(bound.parameters[parameter], view, event=event, owned=True)
+                contribution = Contribution(view, event, owned=True, norm=norms.get(parameter))
+                self._reduced_to(action.chunk, parameter, contribution)
+
+    def _norms(self, action: Action) -> dict[int, Tensor]:
+        """The 2-norm of each parameter's finished gradient, taken while it is on the device."""
+        assert action.chunk is not None
+        if action.offset is None:
+            grads = self._direct[action.chunk]
+        else:
+            views = self._bound.views(action.chunk, action.offset)
+            content = self._bound.plan.chunks[action.chunk].content
+            grads = {
+                slot.parameter: view
+                for slot, view in zip(content, views, strict=True)
+                if slot.parameter in self._reduced
+            }
+        return {p: norm_of(g) for p, g in grads.items()}
+
+    def _reduced_to(self, chunk: int, parameter: int, contribution: Contribution) -> None:
+        """A gradient contribution is at its home, or on its way there."""
+        managed = self._bound.parameters[parameter]
+        if chunk in self._bound.updated:
+            self._due.setdefault(chunk, {}).setdefault(managed, []).append(contribution)
+        else:
+            self._engine.gradients.add(managed, contribution)
+
+    def update(self, index: int) -> None:
+        """Run the optimizer's step of a chunk on the device."""
+        self.update_host(index)
+
+    def update_host(self, index: int) -> None:
+        """Start the optimizer's step of a chunk, behind the copies of its gradients."""
+        chunk = self._bound.actions[index].chunk
+        assert chunk is not None and self._engine.updates is not None
+        gradients = {p: OnItsWay(c) for p, c in self._due.pop(chunk).items()}
+        self._engine.updates.update(self._bound.chunks[chunk], gradients)
 
     def discard(self, index: int) -> None:
         """Give back the memory of a gradient that left from where it was computed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from passes.plan import Chunk, Home
 from pstar_compile.runtime.memory import host_buffer
 from pstar_compile.runtime.parameter import ManagedParameter
+from pstar_compile.runtime.watched import is_watched
+from pstar_compile.runtime.worker import Job
 
 
 class StoredChunk:
@@ -31,17 +34,33 @@ class StoredChunk:
         self.parameters = tuple(parameters)
         self.layout = layout
         self.buffer: Tensor | None = None
+        self._device = device
+        self._pinned = pinned
         self._views: list[Tensor] = []
         self._casts: list[tuple[Tensor, ManagedParameter]] = []
         self._written: tuple[tuple[int, int, int], ...] | None = None
         self._fetched: tuple[tuple[int, int, int], ...] | None = None
+        # The latest update of the masters, while nobody else may have written them since.
+        self.updating: Job | None = None
+        self._settle()
+
+    def move(self, home: Home) -> None:
+        """Move the masters to another home. Nothing may be copying from or to the chunk."""
+        self.layout = replace(self.layout, home=home)
+        self._written = self._fetched = None
+        self._settle()
+
+    def _settle(self) -> None:
+        """Bring the masters to their home."""
+        layout = self.layout
         if layout.home is Home.DEVICE:
-            for parameter in parameters:
-                _move(parameter, parameter.master.detach().to(device))
+            for parameter in self.parameters:
+                _move(parameter, _apart(parameter.master, self._views, self._device))
+            self.buffer, self._views, self._casts = None, [], []
             return
-        self.buffer = host_buffer(layout.nbytes, pinned=pinned)
+        self.buffer = host_buffer(layout.nbytes, pinned=self._pinned)
         self._views = self.views(self.buffer)
-        for parameter, view in zip(parameters, self._views, strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.master.dtype == layout.dtype:
                 view.copy_(parameter.master.detach())
                 _move(parameter, view)
@@ -63,14 +82,25 @@ class StoredChunk:
         a master was written.
         """
         return tuple(
-            (p.master._version, p.master.data_ptr(), p.optimizer_steps) for p in self.parameters
+            (p.master._version, p.place().data_ptr(), p.optimizer_steps) for p in self.parameters
         )
 
     def preparation(self, *, trust: bool) -> Callable[[], None] | None:
         """What must run before the host buffer may be fetched; None: it is current.
 
-        ``trust`` takes the version counters' word for casts that were already made.
+        ``trust`` takes the version counters' word for casts that were already made. While nobody
+        has touched the masters since an update, the update left the buffer current.
+
+        Raises:
+            Exception: whatever the chunk's update raised.
         """
+        if self.updating is not None:
+            if all(is_watched(p.master) for p in self.parameters):
+                if not self.updating.reached():
+                    return self.updating.wait_host
+                self.updating.wait_host()
+                return None
+            self.updating = None
         stale = [
             (view, parameter)
             for slot, view, parameter in zip(
@@ -78,7 +108,7 @@ class StoredChunk:
             )
             if slot.nbytes
             and parameter.master.dtype == self.layout.dtype
-            and parameter.master.data_ptr() != view.data_ptr()
+            and parameter.place().data_ptr() != view.data_ptr()
         ]
         if self._casts:
             written = self.written()
@@ -94,6 +124,11 @@ class StoredChunk:
 
         return prepare
 
+    def refresh(self) -> None:
+        """Bring the host buffer up to date with the masters, which an update has just written."""
+        for view, parameter in self._casts:
+            view.copy_(parameter.place())
+
     def fetched(self) -> None:
         """A fetch copies the masters as they are now."""
         self._fetched = self.written()
@@ -106,6 +141,14 @@ class StoredChunk:
         """Give every master a storage of its own again."""
         for parameter in self.parameters:
             _move(parameter, parameter.master.detach().clone())
+
+
+def _apart(master: Tensor, views: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The master on ``device``, outside the buffer that ``views`` share."""
+    data = master.detach()
+    moved = data.to(device)
+    inside = any(moved.data_ptr() == view.data_ptr() for view in views)
+    return moved.clone() if inside else moved
 
 
 def _move(parameter: ManagedParameter, data: Tensor) -> None:

@@ -33,6 +33,8 @@ UNIT = ALIGNMENT
 F32 = torch.float32
 
 RATES = Rates(
+    update_device=1e9,
+    update_host=1e8,
     flops={F32: 1e12},
     memory=1e12,
     h2d=1e9,

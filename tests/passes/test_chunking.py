@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.chunking import candidate_sizes, chunk, repeating_run
-from passes.plan import ALIGNMENT, Chunk, Home, Parameter, align
+from passes.plan import ALIGNMENT, Chunk, Parameter, align
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -34,7 +34,6 @@ def _chunk(
         list(range(len(parameters))) if order is None else order,
         spread or {},
         target_bytes=target,
-        home=Home.HOST,
     )
 
 

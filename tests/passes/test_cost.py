@@ -10,7 +10,14 @@ from passes.plan import Rates
 from passes.segments import split
 from tests.passes.graphs import Builder, aten
 
-RATES = Rates(flops={torch.float32: 1000.0, torch.bfloat16: 4000.0}, memory=100.0, h2d=1.0, d2h=1.0)
+RATES = Rates(
+    update_device=1e9,
+    update_host=1e8,
+    flops={torch.float32: 1000.0, torch.bfloat16: 4000.0},
+    memory=100.0,
+    h2d=1.0,
+    d2h=1.0,
+)
 
 
 def test_flops_follow_torchs_formulas() -> None:

@@ -206,6 +206,11 @@ class _Brute:
         for step, (moment, _) in enumerate(order):
             alive = sum(self.size[s] for s, (a, z) in needed.items() if a <= step <= z)
             self.peaks[moment] = max(self.peaks[moment], whole + alive)
+        for moment, segment in enumerate(segments):
+            if not segment.nodes:  # it runs nothing, but what crosses it is alive
+                border = sum(len(s.nodes) for s in segments[:moment])
+                crossing = sum(self.size[s] for s, (a, z) in needed.items() if a < border <= z)
+                self.peaks[moment] = whole + crossing
 
     def storages(self, node: fx.Node) -> list[int]:
         value = self.env[node]

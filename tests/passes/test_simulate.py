@@ -29,6 +29,8 @@ def test_timeline_of_a_small_plan() -> None:
     moments = moments_of([0], [1], [1], [0], reduces={2: [1], 3: [0]})
     moments = tuple(replace(m, seconds=(3, 5, 7, 11)[m.index] * MICRO) for m in moments)
     rates = Rates(
+        update_device=1e9,
+        update_host=1e8,
         flops={F32: 1.0},
         memory=2 * UNIT / MICRO,
         h2d=UNIT / MICRO,
@@ -67,7 +69,12 @@ def test_timeline_of_a_small_plan() -> None:
 
 def test_an_empty_schedule_takes_no_time() -> None:
     made = schedule((), (), capacity_bytes=0)
-    timeline = simulate((), (), made, Rates(flops={F32: 1.0}, memory=1.0, h2d=1.0, d2h=1.0))
+    timeline = simulate(
+        (),
+        (),
+        made,
+        Rates(update_device=1e9, update_host=1e8, flops={F32: 1.0}, memory=1.0, h2d=1.0, d2h=1.0),
+    )
     assert (timeline.spans, timeline.step_seconds, timeline.wait_seconds) == ((), 0.0, 0.0)
 
 
@@ -100,6 +107,8 @@ def test_the_first_fetch_of_a_carried_chunk_takes_no_time() -> None:
 _rate = st.sampled_from([1e6, 1e8, 1e9, 1e12])
 _rates = st.builds(
     lambda memory, h2d, d2h, transfer, segment: Rates(
+        update_device=1e9,
+        update_host=1e8,
         flops={F32: 1.0},
         memory=memory,
         h2d=h2d,
