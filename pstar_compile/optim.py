@@ -23,6 +23,16 @@ _LAUNCHER_CORES = 2
 _IMPLEMENTATIONS = ("fused", "foreach")
 """Settings that choose how a step is computed, not what."""
 
+_ELEMENTWISE = frozenset(
+    {
+        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+        *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+        *(torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop),
+    }
+)
+"""Classes that update every element by itself, so that a part of a parameter may be updated alone.
+Not their subclasses, which may do anything."""
+
 
 class ChunkedOptimizer(torch.optim.Optimizer):
     """Runs a stock ``torch.optim`` class over the model states of a managed model, chunk by chunk.
@@ -86,6 +96,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             self._settings,
             lambda: self._states,
             self._state_bytes,
+            elementwise=optimizer_class in _ELEMENTWISE,
             update=update,
             threads=max(1, (os.cpu_count() or 1) - _LAUNCHER_CORES) if on_gpu else None,
         )

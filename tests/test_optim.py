@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import pstar_compile as pstar
 from passes.plan import Home
 from pstar_compile.managed import engine_of
+from pstar_compile.runtime import shares
 from tests.training import GPT, assert_at_rest, assert_same, copy_of, next_token_loss, tokens
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -32,7 +33,18 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "Adamax": (torch.optim.Adamax, {"lr": 1e-2}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "RAdam": (torch.optim.RAdam, {"lr": 1e-2}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-3}),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Update a small model in pieces, as a large one is."""
+    monkeypatch.setattr(shares, "PIECE", 256)
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -96,18 +96,23 @@ class OnItsWay:
             scale.event.wait_host()
             self.scale = Scale(device, self.scale.host * scale.host, scale.event)
 
-    def total(self, master: nn.Parameter, into: Tensor | None = None) -> tuple[Tensor, bool]:
+    def total(
+        self, master: Tensor, into: Tensor | None = None, span: slice | None = None
+    ) -> tuple[Tensor, bool]:
         """The gradient in the master's dtype and on its device, and whether nobody else holds it.
 
         Blocks until the copies are complete. Where something has to be computed, ``into`` takes
-        the result.
+        the result. ``span`` is a range of elements that is asked for alone, as a vector.
         """
-        total, owned = self.contributions[0].grad, self.contributions[0].owned
+        first, *others = (
+            c.grad if span is None else c.grad.reshape(-1)[span] for c in self.contributions
+        )
+        total, owned = first, self.contributions[0].owned
         for contribution in self.contributions:
             if contribution.event is not None:
                 contribution.event.wait_host()
-        for other in self.contributions[1:]:
-            total, owned = total + other.grad, True
+        for other in others:
+            total, owned = total + other, True
         if total.dtype != master.dtype or total.device != master.device or self.scale is not None:
             if into is None:
                 into = torch.empty_like(total, device=master.device, dtype=master.dtype)

@@ -124,10 +124,10 @@ class StoredChunk:
 
         return prepare
 
-    def refresh(self) -> None:
-        """Bring the host buffer up to date with the masters, which an update has just written."""
-        for view, parameter in self._casts:
-            view.copy_(parameter.place())
+    @property
+    def copies(self) -> dict[ManagedParameter, Tensor]:
+        """The compute copies in the host buffer, of masters in another dtype."""
+        return {parameter: view for view, parameter in self._casts}
 
     def fetched(self) -> None:
         """A fetch copies the masters as they are now."""

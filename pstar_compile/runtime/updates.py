@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from passes.limits import Update
-from passes.plan import Home, align
+from passes.plan import Home
 from pstar_compile.runtime.arriving import OnItsWay, Scale, gradient_of, norm_of
 from pstar_compile.runtime.parameter import ManagedParameter
+from pstar_compile.runtime.shares import MakeOptimizer, Scratch, Share
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.watched import touch, watch
 from pstar_compile.runtime.worker import Worker
@@ -28,25 +29,12 @@ from pstar_compile.torch_compat import has_gradient_hooks
 if TYPE_CHECKING:
     from pstar_compile.runtime.engine import Engine
 
-MakeOptimizer = Callable[[list[nn.Parameter], dict[str, Any]], torch.optim.Optimizer]
-"""From parameters and the settings of their group to a stock optimizer."""
-
-
-@dataclass(slots=True, eq=False)
-class _Share:
-    """The part of a param group that lies in one chunk, and the optimizer that updates it."""
-
-    parameters: tuple[ManagedParameter, ...]
-    optimizer: torch.optim.Optimizer
-    # What the optimizer updates: leaves on the masters' memory, which no user ever sees.
-    leaves: tuple[nn.Parameter, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class _Work:
     """An update that is due: the gradients of a share's parameters."""
 
-    share: _Share
+    share: Share
     values: dict[str, Any]
     gradients: list[OnItsWay | Tensor | None]
 
@@ -75,7 +63,8 @@ class Updates:
 
     Args:
         engine: the model's.
-        make: makes the stock optimizer of a share.
+        make: makes the stock optimizers.
+        elementwise: whether they update every element by itself, and the same way.
         groups: the param groups as they are now.
         state: master -> its optimizer state: what the users' optimizer shows.
         state_bytes: bytes that the optimizer keeps for a parameter.
@@ -91,10 +80,12 @@ class Updates:
         state: Callable[[], dict[Any, Any]],
         state_bytes: Callable[[ManagedParameter], int],
         *,
+        elementwise: bool,
         update: Update,
         threads: int | None,
     ) -> None:
         self.update_mode = update
+        self._elementwise = elementwise
         self._engine = engine
         self._make = make
         self._groups = groups
@@ -102,9 +93,8 @@ class Updates:
         self.state_bytes = state_bytes
         self._threads = threads
         self._worker = Worker("pstar-update")
-        self._shares: dict[tuple[StoredChunk | ManagedParameter, int], _Share] = {}
-        # A gradient in the master's dtype, used again by each update on the worker.
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._shares: dict[tuple[StoredChunk | ManagedParameter, int], Share] = {}
+        self._scratch = Scratch()
         # Whether gradients' norms are to be taken while they are on the device.
         self.norms = False
         # Parameters that the running backward, or the last one before a step, has updated.
@@ -219,14 +209,17 @@ class Updates:
         key: StoredChunk | ManagedParameter,
         group: Settings,
         parameters: tuple[ManagedParameter, ...],
-    ) -> _Share:
+    ) -> Share:
         share = self._shares.get((key, group.index))
-        if share is None or share.parameters != parameters:
-            leaves = tuple(nn.Parameter(p.place(), p.master.requires_grad) for p in parameters)
-            optimizer = self._make(list(leaves), group.values)
-            share = self._shares[key, group.index] = _Share(parameters, optimizer, leaves)
-        for parameter, leaf in zip(parameters, share.leaves, strict=True):
-            _follow(leaf, parameter)
+        on_host = _on_host(key)
+        if share is None or share.parameters != parameters or share.on_host != on_host:
+            share = self._shares[key, group.index] = Share(
+                parameters,
+                self._make,
+                group.values,
+                elementwise=self._elementwise,
+                on_host=on_host,
+            )
         return share
 
     def _update(
@@ -234,21 +227,30 @@ class Updates:
         key: StoredChunk | ManagedParameter,
         work: Sequence[_Work],
     ) -> None:
-        on_host = isinstance(key, StoredChunk) and key.layout.home is Home.HOST
-        if not on_host:
-            self._run(work, scratch=False)
+        if not _on_host(key):
+            self._run(work, scratch=None, copies={})
             return
         assert isinstance(key, StoredChunk)
         arrival = self._engine.arrival.get(key)
         masters = [p.master for p in key.parameters]
         touch(masters)
+        copies = key.copies
+        due = {
+            p
+            for each in work
+            for p, gradient in zip(each.share.parameters, each.gradients, strict=True)
+            if gradient is not None
+        }
 
         def update() -> None:
             if arrival is not None:
                 # A fetch may still read what is written here.
                 arrival.wait_host()
-            self._run(work, scratch=True)
-            key.refresh()
+            self._run(work, scratch=self._scratch, copies=copies)
+            for parameter, copy in copies.items():
+                if parameter not in due:
+                    # Nobody has cast it since a user may have written it.
+                    copy.copy_(parameter.place())
 
         job = self._worker.submit(self._with_threads(update))
         key.updating = job
@@ -270,38 +272,14 @@ class Updates:
         self,
         work: Sequence[_Work],
         *,
-        scratch: bool,
+        scratch: Scratch | None,
+        copies: Mapping[ManagedParameter, Tensor],
     ) -> None:
         """Update some shares, on the current thread and stream."""
         state = self._state()
         with torch.no_grad(), torch.inference_mode(False):
             for each in work:
-                share, values = each.share, each.values
-                offset = 0
-                for parameter, leaf, gradient in zip(
-                    share.parameters, share.leaves, each.gradients, strict=True
-                ):
-                    if isinstance(gradient, OnItsWay):
-                        room = self._room(leaf, offset) if scratch else None
-                        offset += align(leaf.nbytes)
-                        gradient = gradient.total(leaf, into=room)[0]
-                    leaf.grad = gradient
-                    if parameter.master in state:
-                        share.optimizer.state[leaf] = state[parameter.master]
-                        _bring(share.optimizer.state[leaf], leaf.device, values)
-                share.optimizer.param_groups[0].update(values)
-                share.optimizer.step()
-                for parameter, leaf in zip(share.parameters, share.leaves, strict=True):
-                    leaf.grad = None
-                    if leaf in share.optimizer.state:
-                        state[parameter.master] = share.optimizer.state[leaf]
-
-    def _room(self, leaf: nn.Parameter, offset: int) -> Tensor:
-        end = offset + leaf.nbytes
-        if self._scratch.nbytes < end:
-            # Earlier gradients of this update keep the buffer that they are in.
-            self._scratch = torch.empty(2 * end, dtype=torch.uint8)
-        return self._scratch[offset:end].view(leaf.dtype).view(leaf.shape)
+                each.share.run(each.values, each.gradients, state, scratch=scratch, copies=copies)
 
     def wait(self) -> None:
         """Block until every update is done; raise what one of them raised."""
@@ -312,10 +290,7 @@ class Updates:
         state = self._state()
         for (key, _), share in self._shares.items():
             if key is chunk:
-                (group,) = share.optimizer.param_groups
-                for parameter in share.parameters:
-                    found = state.get(parameter.master, {})
-                    _bring(found, parameter.master.device, group)
+                share.bring(state)
 
     def close(self) -> None:
         """End the worker."""
@@ -336,17 +311,5 @@ def _norm(gradient: OnItsWay | Tensor, parameter: ManagedParameter, order: float
     return norm
 
 
-def _bring(state: dict[str, Any], device: torch.device, group: Mapping[str, Any]) -> None:
-    """Move a parameter's optimizer states to its device, in place."""
-    # Stock optimizers keep the count of steps on the host, unless their kernels read it.
-    with_step = bool(group.get("fused") or group.get("capturable"))
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.device != device and (name != "step" or with_step):
-            state[name] = value.to(device)
-
-
-def _follow(leaf: nn.Parameter, parameter: ManagedParameter) -> None:
-    """Let the leaf lie on the master's memory again, if that has another place by now."""
-    place = parameter.place()
-    if leaf.data_ptr() != place.data_ptr() or leaf.device != place.device:
-        leaf.data = place
+def _on_host(key: StoredChunk | ManagedParameter) -> bool:
+    return isinstance(key, StoredChunk) and key.layout.home is Home.HOST
