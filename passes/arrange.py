@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from passes.host import Kept, keep
 from passes.limits import Choices, Limits
 from passes.placement import fill, live_at_home, together
-from passes.plan import Chunk, Home, Moment, PlanError, Rates, Schedule, align
+from passes.plan import Chunk, Home, Moment, PlanError, Rates, Schedule, align, staging_bytes
 from passes.schedule import schedule
 from passes.simulate import Timeline, simulate
 
@@ -61,12 +62,12 @@ def arrange(
     failure: PlanError | None = None
     for placed in _placements(chunks, moments, limits, choices, slots, whole=whole):
         try:
-            arranged = _scheduled(placed, moments, limits, choices, rates, whole=whole)
+            for kept in keep(placed, moments, limits, choices):
+                arranged = _scheduled(kept, moments, limits, choices, rates, whole=whole)
+                if best is None or arranged.timeline.step_seconds < best.timeline.step_seconds:
+                    best = arranged
         except PlanError as error:
             failure = error
-            continue
-        if best is None or arranged.timeline.step_seconds < best.timeline.step_seconds:
-            best = arranged
     if best is None:
         assert failure is not None
         raise failure
@@ -91,7 +92,7 @@ def with_homes(
 
 def fixed_bytes(chunks: Sequence[Chunk], moments: Sequence[Moment], limits: Limits) -> int:
     """Bytes of the budget that the arena cannot have."""
-    states = sum(c.device_bytes for c in chunks)
+    states = sum(c.device_bytes for c in chunks) + staging_bytes(chunks)
     return limits.reserved(chunks) + states + max((m.live_bytes for m in moments), default=0)
 
 
@@ -134,7 +135,7 @@ def _placements(
 
 
 def _scheduled(
-    chunks: tuple[Chunk, ...],
+    kept: Kept,
     outside: Sequence[Moment],
     limits: Limits,
     choices: Choices,
@@ -142,6 +143,7 @@ def _scheduled(
     *,
     whole: bool,
 ) -> Arranged:
+    chunks = kept.chunks
     moments = with_homes(outside, chunks, choices)
     taken = fixed_bytes(chunks, moments, limits)
     if limits.budget_bytes is not None and taken > limits.budget_bytes:
@@ -160,6 +162,7 @@ def _scheduled(
         carry=choices.carry,
         whole=whole,
         update=choices.update == "backward" and whole,
+        gradient_slots=kept.gradient_slots,
     )
     return Arranged(
         chunks=chunks,

@@ -18,10 +18,11 @@ After::
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from passes.plan import Action, Chunk, Home, Kind, Moment, Stream
+from passes.plan import Action, Chunk, Home, Kind, Moment, PlanError, Stream
 
 _STREAMS = tuple(Stream)
 _NEVER = -1
@@ -64,11 +65,48 @@ class _Touched:
         self._last[first] = tuple(action if s == stream else _NEVER for s in range(len(_STREAMS)))
 
 
+class _Slots:
+    """Host buffers that gradients take when they leave and updates give back."""
+
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+        self._taken = 0
+        self._updates: deque[int] = deque()
+
+    def given_back(self, update: int) -> None:
+        self._updates.append(update)
+
+    def taken(self, moment: int) -> tuple[int, ...]:
+        """Take a slot: the update that gives it back, if that is still to be waited for."""
+        if self._count is None:
+            return ()
+        if self._taken < self._count:
+            self._taken += 1
+            return ()
+        if not self._updates:
+            raise PlanError(
+                f"more than {self._count} gradients wait on the host at moment {moment}",
+                moment=moment,
+                needed_bytes=self._count + 1,
+                available_bytes=self._count,
+            )
+        return (self._updates.popleft(),)
+
+
 def order(
-    actions: Sequence[Action], chunks: Mapping[int, Chunk], moments: Mapping[int, Moment]
+    actions: Sequence[Action],
+    chunks: Mapping[int, Chunk],
+    moments: Mapping[int, Moment],
+    *,
+    gradient_slots: int | None = None,
 ) -> tuple[Action, ...]:
-    """Number the actions and give each the events it waits for."""
+    """Number the actions and give each the events it waits for.
+
+    ``gradient_slots`` are the host buffers in which gradients wait for their update; None: each
+    has one of its own. Raises PlanError if more gradients wait for what comes later.
+    """
     touched = _Touched()
+    slots = _Slots(gradient_slots)
     seen: list[Clock] = [(_NEVER,) * len(_STREAMS)] * len(_STREAMS)
     done: list[Clock] = []
     resident: dict[int, tuple[int, int]] = {}
@@ -89,6 +127,8 @@ def order(
         elif source is not None:
             before = latest.get((source, action.chunk))
             after = () if before is None else (before,)
+            if action.kind is Kind.OFFLOAD:
+                after = (*after, *slots.taken(action.moment))
         elif span and action.kind in (Kind.FETCH, Kind.REDUCE):
             after = _needed(touched.latest(*span), stream, seen[stream], done)
         else:
@@ -97,6 +137,8 @@ def order(
         seen[stream] = (*clock[:stream], index, *clock[stream + 1 :])
         done.append(seen[stream])
         latest[action.kind, action.chunk] = index
+        if action.kind is Kind.UPDATE_HOST:
+            slots.given_back(index)
         ordered.append(replace(action, index=index, after=after))
 
         if action.kind is Kind.COMPUTE:

@@ -67,6 +67,8 @@ def explain(
             return False
         return True
 
+    if limits.host_bytes is not None and fits(replace(limits, host_bytes=None)):
+        return _host(error, limits, fits)
     moments = moments_of(outlined, internal, symbols)
     least = smallest_capacity(
         outlined.chunks,
@@ -112,6 +114,22 @@ def explain(
         )
     return PlanError(
         f"the step does not fit{where}: {reason}. " + ". ".join(parts),
+        moment=error.moment,
+        needed_bytes=error.needed_bytes,
+        available_bytes=error.available_bytes,
+        smallest_budget=smallest,
+    )
+
+
+def _host(error: PlanError, limits: Limits, fits: Callable[[Limits], bool]) -> PlanError:
+    """The error where the host's memory is what is missing."""
+    assert limits.host_bytes is not None
+    smallest = _smallest(
+        lambda n: fits(replace(limits, host_bytes=n)), limits.host_bytes, error.needed_bytes
+    )
+    return PlanError(
+        f"the step does not fit: {error}. Raise host_memory, now {limits.host_bytes} bytes, to at "
+        f"least {smallest} bytes, or device_memory, so that more states live there",
         moment=error.moment,
         needed_bytes=error.needed_bytes,
         available_bytes=error.available_bytes,

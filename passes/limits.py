@@ -19,12 +19,14 @@ class Limits:
 
     Attributes:
         budget_bytes: device memory that the step may use.
+        host_bytes: host memory that model states, compute copies and gradients may use.
         arena_limit: bytes that resident chunks may use of it.
         reserved_bytes: device memory taken by neither chunks nor non-model data of the graphs.
         states: the model states, which may share the device with the arena.
     """
 
     budget_bytes: int | None
+    host_bytes: int | None = None
     arena_limit: int | None
     reserved_bytes: int
     states: States

@@ -181,6 +181,7 @@ def finish(
         wait_seconds=arranged.timeline.wait_seconds,
         prefetch=choices.prefetch,
         arena_limit=limits.arena_limit,
+        host_limit=limits.host_bytes,
     )
     verify(plan)
     log.debug(

@@ -30,6 +30,7 @@ class States:
         nbytes: master, where the compute copy is a cast of it, and optimizer states.
         room: what an optimizer that the plan does not know may take in addition.
         cast: whether the compute copy is a cast of the master.
+        masters: the masters themselves.
         homes: where the parameter's chunk lives already; None: open.
         model_bytes: all states, gradients and room of the whole model.
         resident_bytes: compute copies and gradients of the whole model.
@@ -39,6 +40,7 @@ class States:
     nbytes: tuple[int, ...]
     room: tuple[int, ...]
     cast: tuple[bool, ...]
+    masters: tuple[int, ...]
     homes: tuple[Home | None, ...]
     model_bytes: int
     resident_bytes: int
@@ -51,6 +53,8 @@ class States:
         return replace(
             chunk,
             home=home or chunk.home,
+            # What the host keeps is decided anew by each plan.
+            masters=(),
             state_bytes=sum(self.nbytes[p] for p in members),
             cast_bytes=sum(s.nbytes for s in chunk.content if self.cast[s.parameter]),
         )

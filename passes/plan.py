@@ -6,7 +6,7 @@ a plan is made (see ``liveness``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -101,7 +101,9 @@ class Chunk:
 
     The chunk's gradient, if any, has the same layout and the same ``nbytes``. ``state_bytes`` are
     the masters, where compute copies are casts of them, and the optimizer's states; ``cast_bytes``
-    the compute copies that are casts.
+    the compute copies that are casts. ``masters`` is empty where a fetch copies compute copies from
+    the host; else it is the layout of the masters in the host's buffer: a fetch copies those, and
+    casts them on the device, so that the host needs no compute copies.
     """
 
     index: int
@@ -112,6 +114,7 @@ class Chunk:
     nbytes: int
     state_bytes: int = 0
     cast_bytes: int = 0
+    masters: tuple[Slot, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -126,9 +129,21 @@ class Chunk:
         return self.nbytes // self.dtype.itemsize
 
     @property
+    def staged_bytes(self) -> int:
+        """Bytes of masters that a fetch brings to the device to cast them there."""
+        return self.masters[-1].offset + self.masters[-1].nbytes if self.masters else 0
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Bytes that a fetch copies from the host."""
+        return self.staged_bytes or self.nbytes
+
+    @property
     def host_bytes(self) -> int:
         """Bytes that the chunk always takes of the host: compute copies, and states."""
-        return self.nbytes + self.state_bytes if self.home is Home.HOST else 0
+        if self.home is Home.DEVICE:
+            return 0
+        return self.state_bytes + (0 if self.masters else self.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +171,7 @@ class Action:
     """One node of the generated step, in host issue order.
 
     =========  ====================================================================================
-    fetch      copy chunk ``chunk`` from its home into ``[offset, offset + nbytes)`` of the arena
+    fetch      bring chunk ``chunk`` from its home into ``[offset, offset + nbytes)`` of the arena
     wait       make the compute stream wait until the chunk's fetch is complete
     compute    run the segment of moment ``moment``
     release    the chunk's compute copy is not read again from this residency
@@ -220,19 +235,22 @@ class Schedule:
 
     ``carried`` are chunks that end the step resident at the very offset at which its first fetch
     puts them: a runtime that knows their masters to be unchanged may skip that fetch.
+    ``gradient_slots`` are the host buffers in which gradients wait for their update in the
+    backward; each is as long as the longest. None: each gradient has memory of its own.
     """
 
     actions: tuple[Action, ...]
     arena_bytes: int
     carried: tuple[int, ...] = ()
+    gradient_slots: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """Chunks, homes, offsets, order and predictions of one step. Made by ``pipeline``.
 
-    ``budget_bytes`` bounds the whole step on the device, ``arena_limit`` its arena alone; None:
-    not bounded.
+    ``budget_bytes`` bounds the whole step on the device, ``arena_limit`` its arena alone,
+    ``host_limit`` the model states, compute copies and gradients on the host; None: not bounded.
     """
 
     parameters: tuple[Parameter, ...]
@@ -245,6 +263,7 @@ class StepPlan:
     wait_seconds: float
     prefetch: int | None = None
     arena_limit: int | None = None
+    host_limit: int | None = None
     notes: tuple[str, ...] = field(default=())
 
     def actions(self, kind: Kind | None = None) -> Iterator[Action]:
@@ -254,7 +273,8 @@ class StepPlan:
     @property
     def h2d_bytes(self) -> int:
         """Bytes copied from the host to the device in one step (no carried chunk skipped)."""
-        return sum(a.nbytes for a in self.actions(Kind.FETCH))
+        fetches = self.actions(Kind.FETCH)
+        return sum(self.chunks[a.chunk].fetch_bytes for a in fetches if a.chunk is not None)
 
     @property
     def d2h_bytes(self) -> int:
@@ -264,7 +284,7 @@ class StepPlan:
     @property
     def carried_bytes(self) -> int:
         """The part of :attr:`h2d_bytes` that a step after an unchanged step does not copy."""
-        return sum(self.chunks[c].nbytes for c in self.schedule.carried)
+        return sum(self.chunks[c].fetch_bytes for c in self.schedule.carried)
 
     @property
     def device_state_bytes(self) -> int:
@@ -277,15 +297,60 @@ class StepPlan:
     @property
     def peak_host_bytes(self) -> int:
         """Bytes of host memory: model states of chunks at home there, compute copies, gradients."""
-        gradients = sum(a.nbytes for a in self.actions(Kind.OFFLOAD))
-        return sum(c.host_bytes for c in self.chunks) + gradients
+        return sum(c.host_bytes for c in self.chunks) + self.host_gradient_bytes
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Bytes of the model states of chunks whose home is the host.
+
+        Where the compute copies are no casts, they are the masters.
+        """
+        at_home = [c for c in self.chunks if c.home is Home.HOST]
+        return sum(c.host_bytes for c in at_home) - self.host_copy_bytes
+
+    @property
+    def host_copy_bytes(self) -> int:
+        """Bytes of compute copies that the host keeps beside masters."""
+        return sum(c.cast_bytes for c in self.chunks if c.home is Home.HOST and not c.masters)
+
+    @property
+    def host_gradient_bytes(self) -> int:
+        """Bytes of host memory for gradients that wait for their update."""
+        return gradient_bytes(self._offloaded, self.schedule.gradient_slots)
+
+    @property
+    def gradient_slot_bytes(self) -> int | None:
+        """Bytes of a host buffer in which gradients wait in turn; None: each has its own."""
+        if self.schedule.gradient_slots is None:
+            return None
+        return gradient_bytes(self._offloaded, 1)
+
+    @property
+    def _offloaded(self) -> list[int]:
+        offloads = self.actions(Kind.OFFLOAD)
+        return [self.chunks[a.chunk].nbytes for a in offloads if a.chunk is not None]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of device memory in which masters are cast; one fetch at a time uses them."""
+        return staging_bytes(self.chunks)
 
     @property
     def peak_device_bytes(self) -> int:
         """Arena, reserve, device-homed chunks and the largest non-model peak."""
         live = max((m.live_bytes for m in self.moments), default=0)
         fixed = self.schedule.arena_bytes + self.reserved_bytes + self.device_state_bytes
-        return fixed + live
+        return fixed + self.staging_bytes + live
+
+
+def gradient_bytes(sizes: Sequence[int], slots: int | None) -> int:
+    """Host bytes for gradients of these sizes: each alone, or in slots of the largest."""
+    return sum(sizes) if slots is None else slots * max(sizes, default=0)
+
+
+def staging_bytes(chunks: Iterable[Chunk]) -> int:
+    """Device bytes for casting the masters of any of these chunks."""
+    return max((c.staged_bytes for c in chunks if c.home is Home.HOST), default=0)
 
 
 class PlanError(ValueError):

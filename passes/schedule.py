@@ -49,6 +49,7 @@ def schedule(
     carry: bool = False,
     whole: bool = True,
     update: bool = False,
+    gradient_slots: int | None = None,
 ) -> Schedule:
     """Plan all fetches, releases and gradients of one step in ``capacity_bytes`` of arena.
 
@@ -56,7 +57,8 @@ def schedule(
     ``carry`` lets the chunks that the step needs first stay at its end, where it found them.
     Unless it is ``whole``, other graphs run between its forward and its backward, and after it, so
     that nothing stays in the arena from one to the other.
-    ``update`` runs the optimizer's step of each chunk inside the backward.
+    ``update`` runs the optimizer's step of each chunk inside the backward; ``gradient_slots`` are
+    the host buffers in which gradients wait for it.
     Raises :class:`~passes.plan.PlanError` when a moment's chunks and gradients find no place.
     """
     if prefetch is not None and prefetch < 0:
@@ -67,12 +69,13 @@ def schedule(
     by_index = {c.index: c for c in chunks}
     if update:
         actions = with_updates(actions, by_index, moments)
-    ordered = order(actions, by_index, {m.index: m for m in moments})
+    ordered = order(actions, by_index, {m.index: m for m in moments}, gradient_slots=gradient_slots)
     ends = (a.offset + a.nbytes for a in ordered if a.offset is not None)
     return Schedule(
         actions=ordered,
         arena_bytes=max(ends, default=0),
         carried=placed[0].carried if whole else (),
+        gradient_slots=gradient_slots,
     )
 
 

@@ -48,7 +48,7 @@ def simulate(
             the order in which the next step needs them.
     """
     seconds = {moment.index: moment.seconds for moment in moments}
-    elements = {chunk.index: chunk.elements for chunk in chunks}
+    by_index = {chunk.index: chunk for chunk in chunks}
     free = dict.fromkeys(Stream, 0.0)
     spans: list[tuple[float, float]] = []
     waited = 0.0
@@ -62,7 +62,7 @@ def simulate(
             carried.remove(action.chunk)
             end = start
         else:
-            end = start + _duration(action, seconds, elements, rates)
+            end = start + _duration(action, seconds, by_index, rates)
         free[action.stream] = end
         spans.append((start, end))
     end = max((free[s] for s in Stream if s is not Stream.UPDATE), default=0.0)
@@ -127,17 +127,17 @@ def _busy(schedule: Schedule, spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _duration(
-    action: Action, seconds: dict[int, float], elements: dict[int, int], rates: Rates
+    action: Action, seconds: dict[int, float], chunks: dict[int, Chunk], rates: Rates
 ) -> float:
     match action.kind:
         case Kind.UPDATE if action.chunk is not None:
-            return elements[action.chunk] / rates.update_device
+            return chunks[action.chunk].elements / rates.update_device
         case Kind.UPDATE_HOST if action.chunk is not None:
-            return elements[action.chunk] / rates.update_host
+            return chunks[action.chunk].elements / rates.update_host
         case Kind.COMPUTE:
             return seconds[action.moment] + rates.segment_latency
-        case Kind.FETCH:
-            return action.nbytes / rates.h2d + rates.transfer_latency
+        case Kind.FETCH if action.chunk is not None:
+            return chunks[action.chunk].fetch_bytes / rates.h2d + rates.transfer_latency
         case Kind.OFFLOAD:
             return action.nbytes / rates.d2h + rates.transfer_latency
         case Kind.REDUCE if action.offset is not None:

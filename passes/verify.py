@@ -8,11 +8,13 @@ bytes ordered by stream order and events (a static race check). Never changes a 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from passes.plan import (
     ALIGNMENT,
+    Chunk,
     Direction,
     Home,
     Kind,
@@ -37,7 +39,7 @@ def verify(plan: StepPlan) -> None:
     ]
     # The replays assume that chunks and moments exist.
     if not problems:
-        replays = (_residency, _gradients, _direct, races, _updates)
+        replays = (_residency, _gradients, _direct, races, _updates, _slots)
         problems = [problem for replay in replays for problem in replay(plan)]
     if problems:
         raise VerificationError(tuple(problems))
@@ -72,6 +74,22 @@ def _layout(plan: StepPlan) -> Iterable[str]:
             end = slot.offset + slot.nbytes
         if chunk.nbytes != end:
             yield f"chunk {chunk.index} has {chunk.nbytes} bytes for {end} bytes of content"
+        yield from _masters(chunk)
+
+
+def _masters(chunk: Chunk) -> Iterable[str]:
+    """Masters that are fetched instead of compute copies are those of the content, apart."""
+    if not chunk.masters:
+        return
+    if [s.parameter for s in chunk.masters] != [s.parameter for s in chunk.content]:
+        yield f"chunk {chunk.index} fetches other masters than its content's"
+    if chunk.home is Home.DEVICE:
+        yield f"chunk {chunk.index} fetches masters, but its home is the device"
+    end = 0
+    for slot in chunk.masters:
+        if slot.offset % ALIGNMENT or slot.offset < end:
+            yield f"chunk {chunk.index} has a master at byte {slot.offset}, behind byte {end}"
+        end = slot.offset + slot.nbytes
 
 
 def _order(plan: StepPlan) -> Iterable[str]:
@@ -138,9 +156,13 @@ def _bytes(plan: StepPlan) -> Iterable[str]:
             yield f"{what} ends at byte {action.offset + action.nbytes} of an arena of {arena}"
     if plan.arena_limit is not None and arena > plan.arena_limit:
         yield f"the arena of {arena} bytes is larger than its limit of {plan.arena_limit}"
+    if plan.host_limit is not None and plan.peak_host_bytes > plan.host_limit:
+        yield (
+            f"the host keeps {plan.peak_host_bytes} bytes, and its limit is {plan.host_limit} bytes"
+        )
     if plan.budget_bytes is None:
         return
-    fixed = arena + plan.reserved_bytes + plan.device_state_bytes
+    fixed = arena + plan.reserved_bytes + plan.device_state_bytes + plan.staging_bytes
     for moment in plan.moments:
         if fixed + moment.live_bytes > plan.budget_bytes:
             yield (
@@ -307,6 +329,23 @@ def _updates(plan: StepPlan) -> Iterable[str]:
     trained = {c for m in plan.moments for c in m.reduces}
     for chunk in sorted(trained ^ set(updated)) if updated else ():
         yield f"chunk {chunk} is updated {int(chunk in updated)} times in a step that updates"
+
+
+def _slots(plan: StepPlan) -> Iterable[str]:
+    """No more gradients wait for their update on the host than there are slots for them."""
+    slots = plan.schedule.gradient_slots
+    if slots is None:
+        return
+    # Updates run one after the other, and so do offloads: what one has waited for, all later have.
+    updates = [action.index for action in plan.actions(Kind.UPDATE_HOST)]
+    complete = _NONE
+    for number, action in enumerate(plan.actions(Kind.OFFLOAD)):
+        complete = max([complete, *(i for i in action.after if i in updates)])
+        if number - bisect_right(updates, complete) >= slots:
+            yield (
+                f"action {action.index} (offload chunk {action.chunk}) finds {slots} gradients "
+                f"waiting in {slots} slots"
+            )
 
 
 def _direct(plan: StepPlan) -> Iterable[str]:

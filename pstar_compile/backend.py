@@ -313,6 +313,7 @@ class _CompiledGraph:
         parameters = [p for reference in members if (p := reference()) is not None]
         return Limits(
             budget_bytes=engine.device_budget(),
+            host_bytes=engine.host_budget(),
             arena_limit=engine.config.arena_memory,
             reserved_bytes=library_bytes(engine.config.device),
             states=states_of(engine, parameters),

@@ -63,6 +63,9 @@ class ManageConfig:
     """The compute device: where segments run and the arena lives."""
     device_memory: int | None = None
     """Bytes of device memory the step may use, non-model data included; None: all there is."""
+    host_memory: int | None = None
+    """Bytes of host memory that model states, compute copies and gradients may use; None: all there
+    is."""
     arena_memory: int | None = None
     """Bytes the chunk arena may use within ``device_memory``; None: what the plan can spare."""
     param_dtype: torch.dtype | None = None

@@ -8,6 +8,7 @@ both directions are busy.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,9 @@ from passes.plan import Rates
 _MATMUL_FRACTION = 0.75
 _MEMORY_FRACTION = 0.9
 
+
+_HOST_RESERVE = 0.05
+"""Part of the host's memory that is left to Python, to CUDA's own data and to everyone else."""
 
 _UPDATE_BYTES = 34
 """Bytes of memory traffic of an Adam update for each element: master and two moments read and
@@ -84,6 +88,21 @@ def named_rates(name: str) -> Rates:
         if fragment in name:
             return rates
     return _OTHER_GPU
+
+
+def host_memory_bytes() -> int | None:
+    """Bytes of host memory that model states may use: what the machine, or the container (Linux
+    control groups, version 2), has but a reserve of 5 %. None: the system does not say.
+    """
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists():
+        text = limit.read_text().strip()
+        total = min(total, int(text)) if text.isdigit() else total
+    return int(total * (1 - _HOST_RESERVE))
 
 
 def library_bytes(device: torch.device) -> int:

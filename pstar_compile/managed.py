@@ -162,6 +162,7 @@ def manage(
     *,
     device: torch.device | str | None = None,
     device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     arena_memory: int | str | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> Model:
@@ -178,6 +179,8 @@ def manage(
             there at once.
         device_memory: bytes of that device that a step may use, as an int or "20GiB"; default:
             all there is. On CPU the device is emulated, and the default is without limit.
+        host_memory: bytes of host memory that model states, compute copies and gradients may use;
+            default: all there is but a reserve, where the device is a GPU, and else without limit.
         arena_memory: bytes that resident chunks may use within ``device_memory``; default: all
             that the plan can spare.
         param_dtype: floating-point dtype of the compute copies; default: each parameter's own.
@@ -205,6 +208,7 @@ def manage(
     config = ManageConfig(
         device=_parse_device(device),
         device_memory=_parse_optional(device_memory, "device_memory"),
+        host_memory=_parse_optional(host_memory, "host_memory"),
         arena_memory=_parse_optional(arena_memory, "arena_memory"),
         param_dtype=param_dtype,
     )

@@ -294,8 +294,8 @@ class Program:
         )
         for chunk in variant.planned.step.chunks:
             stored = self._engine.chunk_of[parameters[chunk.content[0].parameter]]
-            if stored.layout.home is not chunk.home:
-                self._engine.move(stored, chunk.home)
+            if not stored.is_at(chunk):
+                self._engine.move(stored, chunk)
         return BoundPlan(
             self._engine,
             variant.planned.step,

@@ -27,6 +27,7 @@ def states_of(engine: Engine, parameters: Sequence[ManagedParameter]) -> States:
         nbytes=tuple(_beside(engine, p) for p in parameters),
         room=tuple(_room(engine, p) for p in parameters),
         cast=tuple(_is_cast(p) for p in parameters),
+        masters=tuple(p.master.nbytes for p in parameters),
         homes=tuple(None if chunk is None else chunk.layout.home for chunk in stored),
         model_bytes=sum(everything) + sum(resident),
         resident_bytes=sum(resident),

@@ -18,7 +18,11 @@ def totals_table(plan: StepPlan) -> str:
     live = max((m.live_bytes for m in plan.moments), default=0)
     limits = [
         f"{name} {format_bytes(limit)}"
-        for name, limit in (("device", plan.budget_bytes), ("arena", plan.arena_limit))
+        for name, limit in (
+            ("device", plan.budget_bytes),
+            ("arena", plan.arena_limit),
+            ("host", plan.host_limit),
+        )
         if limit is not None
     ]
     at_home = sum(chunk.home is Home.DEVICE for chunk in plan.chunks)
@@ -31,13 +35,21 @@ def totals_table(plan: StepPlan) -> str:
         ("  model states at home on the device", format_bytes(plan.device_state_bytes)),
         ("  non-model data", format_bytes(live)),
         ("  reserved", format_bytes(plan.reserved_bytes)),
+        *([("  casting", format_bytes(plan.staging_bytes))] if plan.staging_bytes else []),
+        ("predicted host peak", format_bytes(plan.peak_host_bytes)),
+        ("  model states at home on the host", format_bytes(plan.host_state_bytes)),
+        ("  compute copies beside them", format_bytes(plan.host_copy_bytes)),
+        ("  gradients", format_bytes(plan.host_gradient_bytes)),
         ("host to device per step", format_bytes(plan.h2d_bytes)),
         ("device to host per step", format_bytes(plan.d2h_bytes)),
         ("predicted step time", f"{plan.step_seconds * 1e3:.2f} ms"),
         ("  of it waiting for copies", f"{plan.wait_seconds * 1e3:.2f} ms"),
     ]
     if plan.carried_bytes:
-        rows.insert(9, ("  skipped after an unchanged step", format_bytes(plan.carried_bytes)))
+        position = next(i for i, row in enumerate(rows) if row[0].startswith("host to device"))
+        rows.insert(
+            position + 1, ("  skipped after an unchanged step", format_bytes(plan.carried_bytes))
+        )
     return tabulate(rows, tablefmt="plain")
 
 
@@ -55,6 +67,7 @@ def chunk_table(plan: StepPlan) -> str:
             chunk.index,
             format_bytes(chunk.nbytes),
             str(chunk.dtype).removeprefix("torch."),
+            f"{chunk.home}, masters" if chunk.masters else str(chunk.home),
             _content(chunk, plan),
             _ranges(needed[chunk.index]),
             reduced.get(chunk.index, "-"),
@@ -63,7 +76,7 @@ def chunk_table(plan: StepPlan) -> str:
     ]
     return tabulate(
         rows,
-        headers=("chunk", "size", "dtype", "content", "read at moments", "gradient at"),
+        headers=("chunk", "size", "dtype", "home", "content", "read at moments", "gradient at"),
         disable_numparse=True,
     )
 

@@ -51,8 +51,9 @@ class CpuStreams:
         source: Tensor,
         after: Sequence[Event],
         prepare: Callable[[], None] | None,
+        unpack: Callable[[], None] | None,
     ) -> Event:
-        """Copy host bytes into the emulated device, after ``prepare`` made them current."""
+        """Copy host bytes into the emulated device, after ``prepare`` and before ``unpack``."""
 
         def job() -> None:
             for event in after:
@@ -60,6 +61,8 @@ class CpuStreams:
             if prepare is not None:
                 prepare()
             _copy(destination, source)
+            if unpack is not None:
+                unpack()
 
         return self._h2d.submit(job)
 

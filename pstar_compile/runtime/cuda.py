@@ -53,18 +53,19 @@ class CudaStreams:
         source: Tensor,
         after: Sequence[Event],
         prepare: Callable[[], None] | None,
+        unpack: Callable[[], None] | None,
     ) -> Event:
         """Copy host bytes to the GPU. With host work to do first, a worker thread launches."""
         done = _CudaEvent(self.device)
         if prepare is None and self._launcher.idle:
-            self._copy(self._h2d, [(destination, source)], after, done)
+            self._copy(self._h2d, [(destination, source)], after, done, unpack)
             return done
 
         def launch() -> None:
             if prepare is not None:
                 prepare()
             with torch.cuda.device(self.device):
-                self._copy(self._h2d, [(destination, source)], after, done)
+                self._copy(self._h2d, [(destination, source)], after, done, unpack)
 
         done.launch = self._launcher.submit(launch)
         return done
@@ -81,6 +82,7 @@ class CudaStreams:
         pairs: Sequence[tuple[Tensor, Tensor]],
         after: Sequence[Event],
         done: _CudaEvent,
+        unpack: Callable[[], None] | None = None,
     ) -> None:
         with torch.cuda.stream(stream):
             for event in after:
@@ -88,6 +90,8 @@ class CudaStreams:
                 event.queue_on(stream)
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
+            if unpack is not None:
+                unpack()
             done.event.record(stream)
 
     def mark(self) -> Event:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from passes.plan import Chunk, Home
 from pstar_compile.config import ManageConfig, format_bytes
+from pstar_compile.hardware import host_memory_bytes
 from pstar_compile.runtime.arriving import settle
 from pstar_compile.runtime.cpu import CpuStreams
 from pstar_compile.runtime.cuda import CudaStreams
@@ -77,6 +78,7 @@ class Engine:
         self.chunk_of: dict[ManagedParameter, StoredChunk] = {}
         self.arena: Tensor | None = None
         self.arena_generation = 0
+        self._staging: Tensor | None = None
         self.resident: dict[StoredChunk, int] = {}
         # The latest fetch of each chunk that was ever resident.
         self.arrival: dict[StoredChunk, Event] = {}
@@ -113,6 +115,12 @@ class Engine:
             return int(total * (1 - _UNPLANNED))
         return None
 
+    def host_budget(self) -> int | None:
+        """Bytes of host memory that model states may use; None: unlimited."""
+        if self.config.host_memory is None and self.config.device.type == "cuda":
+            return host_memory_bytes()
+        return self.config.host_memory
+
     def adopt(self, layouts: Sequence[Chunk], parameters: Sequence[ManagedParameter]) -> None:
         """Create the memory of new chunks and move their masters to their home.
 
@@ -130,16 +138,16 @@ class Engine:
                 self.chunk_of[member] = chunk
         log.debug("%d chunks in place: %.2f s", len(layouts), time.perf_counter() - started)
 
-    def move(self, chunk: StoredChunk, home: Home) -> None:
-        """Move a chunk's model states to another home, between steps."""
+    def move(self, chunk: StoredChunk, layout: Chunk) -> None:
+        """Move a chunk's model states to where a new plan has them, between steps."""
         touch(p.master for p in chunk.parameters)
         self.streams.synchronize()
         self.resident.pop(chunk, None)
         with torch.inference_mode(False):
-            chunk.move(home)
+            chunk.move(layout)
         if self.updates is not None:
             self.updates.move(chunk)
-        log.info("chunk of %s moved to the %s", chunk.parameters[0].name, home)
+        log.info("chunk of %s moved to the %s", chunk.parameters[0].name, layout.home)
 
     def ensure_arena(self, nbytes: int) -> Tensor:
         """The arena, at least ``nbytes`` long. A new one is empty."""
@@ -149,6 +157,15 @@ class Engine:
                 self.arena = torch.empty(nbytes, dtype=torch.uint8, device=self.config.device)
             self.arena_generation += 1
         return self.arena
+
+    def ensure_staging(self, nbytes: int) -> Tensor:
+        """Device memory in which fetched masters are cast, at least ``nbytes`` long."""
+        if self._staging is None or self._staging.nbytes < nbytes:
+            if self._staging is not None:
+                self.streams.synchronize()
+            with torch.inference_mode(False):
+                self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self.config.device)
+        return self._staging
 
     def replan(self) -> None:
         """Model states need other room than the plans so far were made for."""
@@ -160,7 +177,7 @@ class Engine:
         """Give the arena's memory back; what was resident must be fetched again."""
         if self.arena is not None:
             self.streams.synchronize()
-        self.arena = None
+        self.arena = self._staging = None
         self.resident.clear()
         self.turn = None
 

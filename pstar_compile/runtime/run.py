@@ -7,7 +7,8 @@ an action needs is written there, so nothing is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class BoundPlan:
         self.updated = {a.chunk for a in self.actions if a.kind in (Kind.UPDATE, Kind.UPDATE_HOST)}
         self.marked = {a.index for a in self.actions if a.index in waited_on}
         backward = {m.index for m in plan.moments if m.direction is Direction.BACKWARD}
+        # Length of the buffers in which gradients wait for their update; None: as they come.
+        self.gradient_slot_bytes = plan.gradient_slot_bytes
         self.turn_residents = _residents_before(self.actions, backward)
         self.backward_reads = tuple(
             sorted({p for m in backward for p in self.segment_parameters[m]})
@@ -88,8 +91,7 @@ class BoundPlan:
     def is_current(self) -> bool:
         """Whether every chunk is at home where the plan takes it to be."""
         return all(
-            stored.layout.home is chunk.home
-            for stored, chunk in zip(self.chunks, self.plan.chunks, strict=True)
+            stored.is_at(chunk) for stored, chunk in zip(self.chunks, self.plan.chunks, strict=True)
         )
 
     def versions(self) -> tuple[int, ...]:
@@ -134,6 +136,11 @@ def _residents_before(actions: Sequence[Action], backward: set[int]) -> dict[int
     return residents
 
 
+def _cast(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        copy_all(pairs)
+
+
 class Run:
     """One pass through a plan's forward or backward graph."""
 
@@ -160,6 +167,8 @@ class Run:
         engine.running = True
         if bound.plan.schedule.arena_bytes:
             engine.ensure_arena(bound.plan.schedule.arena_bytes)
+        if bound.plan.staging_bytes:
+            engine.ensure_staging(bound.plan.staging_bytes)
         if direction is Direction.FORWARD:
             self._begin_forward()
         elif turn is not None and turn.bound is bound:
@@ -211,7 +220,7 @@ class Run:
         self._engine.resident = {}
         for action in self._bound.turn_residents.values():
             self._copy_in(action)
-            self._engine.counters.on_demand(action.nbytes)
+            self._engine.counters.on_demand(self._fetch_bytes(action))
             self._engine.streams.wait(self._events[action.index])
 
     def finish(self, *, forward: bool, backward_follows: bool) -> None:
@@ -230,11 +239,14 @@ class Run:
         after.extend(self._leaving_from(action))
         self._fence = ()
         assert chunk.buffer is not None
+        destination = engine.arena[action.offset : action.offset + action.nbytes]
+        unpack: Callable[[], None] | None = None
+        if chunk.layout.masters:
+            destination = engine.ensure_staging(chunk.buffer.nbytes)[: chunk.buffer.nbytes]
+            copies = self._bound.views(action.chunk, action.offset)
+            unpack = partial(_cast, list(zip(copies, chunk.staged(destination), strict=True)))
         self._events[action.index] = engine.arrival[chunk] = engine.streams.fetch(
-            engine.arena[action.offset : action.offset + action.nbytes],
-            chunk.buffer,
-            after,
-            chunk.preparation(trust=self._trust),
+            destination, chunk.buffer, after, chunk.preparation(trust=self._trust), unpack
         )
         chunk.fetched()
         self._offsets[action.chunk] = action.offset
@@ -250,12 +262,16 @@ class Run:
             # The step before may have fetched it without reading it.
             self._events[index] = self._engine.arrival[chunk]
             self._offsets[action.chunk] = action.offset
-            self._engine.counters.carried_bytes += action.nbytes
+            self._engine.counters.carried_bytes += self._fetch_bytes(action)
             self._engine.counters.arena(action.offset + action.nbytes)
             return
         self._copy_in(action)
         self._engine.counters.fetches += 1
-        self._engine.counters.h2d_bytes += action.nbytes
+        self._engine.counters.h2d_bytes += self._fetch_bytes(action)
+
+    def _fetch_bytes(self, action: Action) -> int:
+        assert action.chunk is not None
+        return self._bound.plan.chunks[action.chunk].fetch_bytes
 
     def wait(self, index: int) -> None:
         """Make the compute stream wait for the fetches that the action names."""
@@ -341,7 +357,11 @@ class Run:
         action = bound.actions[index]
         assert action.chunk is not None
         chunk, layout = bound.chunks[action.chunk], bound.plan.chunks[action.chunk]
-        lease = engine.pool.lease(layout.nbytes)
+        for before in action.after:
+            if bound.actions[before].kind is Kind.UPDATE_HOST and before in self._events:
+                # It gives the memory back that this gradient will lie in.
+                self._events.pop(before).wait_host()
+        lease = engine.pool.lease(bound.gradient_slot_bytes or layout.nbytes)[: layout.nbytes]
         homes = dict(zip((s.parameter for s in layout.content), chunk.views(lease), strict=True))
         after = [self._events[i] for i in action.after if i in self._events]
         norms: dict[int, Tensor] = {}
@@ -397,7 +417,9 @@ class Run:
         chunk = self._bound.actions[index].chunk
         assert chunk is not None and self._engine.updates is not None
         gradients = {p: OnItsWay(c) for p, c in self._due.pop(chunk).items()}
-        self._engine.updates.update(self._bound.chunks[chunk], gradients)
+        job = self._engine.updates.update(self._bound.chunks[chunk], gradients)
+        if job is not None:
+            self._events[index] = job
 
     def discard(self, index: int) -> None:
         """Give back the memory of a gradient that left from where it was computed."""

@@ -19,8 +19,9 @@ class StoredChunk:
     """One chunk of real parameters.
 
     With home ``host`` there is one contiguous host buffer that a fetch copies in one piece. If
-    the masters have the chunk's dtype, they live in that buffer; otherwise the buffer holds
-    compute copies that are cast from the masters before they are fetched.
+    the masters have the chunk's dtype, or are to be cast on the device, they live in that buffer;
+    otherwise the buffer holds compute copies that are cast from the masters before they are
+    fetched.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class StoredChunk:
         self._device = device
         self._pinned = pinned
         self._views: list[Tensor] = []
+        # Masters that live in the buffer, and compute copies in it.
+        self._inside: list[tuple[Tensor, ManagedParameter]] = []
         self._casts: list[tuple[Tensor, ManagedParameter]] = []
         self._written: tuple[tuple[int, int, int], ...] | None = None
         self._fetched: tuple[tuple[int, int, int], ...] | None = None
@@ -44,29 +47,37 @@ class StoredChunk:
         self.updating: Job | None = None
         self._settle()
 
-    def move(self, home: Home) -> None:
-        """Move the masters to another home. Nothing may be copying from or to the chunk."""
-        self.layout = replace(self.layout, home=home)
+    def is_at(self, layout: Chunk) -> bool:
+        """Whether the states are where a plan's layout has them."""
+        offsets = [[s.offset for s in each.masters] for each in (self.layout, layout)]
+        return self.layout.home is layout.home and offsets[0] == offsets[1]
+
+    def move(self, layout: Chunk) -> None:
+        """Move the masters to where another layout of the same content has them. Nothing may be
+        copying from or to the chunk.
+        """
+        self.layout = replace(self.layout, home=layout.home, masters=layout.masters)
         self._written = self._fetched = None
         self._settle()
 
     def _settle(self) -> None:
         """Bring the masters to their home."""
-        layout = self.layout
+        layout, views = self.layout, self._views
+        self.buffer, self._views, self._inside, self._casts = None, [], [], []
         if layout.home is Home.DEVICE:
             for parameter in self.parameters:
-                _move(parameter, _apart(parameter.master, self._views, self._device))
-            self.buffer, self._views, self._casts = None, [], []
+                _move(parameter, _apart(parameter.master, views, self._device))
             return
-        self.buffer = host_buffer(layout.nbytes, pinned=self._pinned)
-        self._views = self.views(self.buffer)
+        self.buffer = host_buffer(layout.fetch_bytes, pinned=self._pinned)
+        self._views = self.staged(self.buffer) if layout.masters else self.views(self.buffer)
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.master.dtype == layout.dtype:
+            if parameter.master.dtype == view.dtype:
                 view.copy_(parameter.master.detach())
                 _move(parameter, view)
+                self._inside.append((view, parameter))
             else:
                 self._casts.append((view, parameter))
-                _move(parameter, parameter.master.detach().to("cpu"))
+                _move(parameter, _apart(parameter.master, views, torch.device("cpu")))
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The parameters' tensors inside a buffer with this chunk's layout, in content order."""
@@ -75,6 +86,15 @@ class StoredChunk:
             .view(self.layout.dtype)
             .view(parameter.shape)
             for slot, parameter in zip(self.layout.content, self.parameters, strict=True)
+        ]
+
+    def staged(self, buffer: Tensor) -> list[Tensor]:
+        """The masters inside a buffer with the layout in which they are fetched to be cast."""
+        return [
+            buffer[slot.offset : slot.offset + slot.nbytes]
+            .view(parameter.master.dtype)
+            .view(parameter.shape)
+            for slot, parameter in zip(self.layout.masters, self.parameters, strict=True)
         ]
 
     def written(self) -> tuple[tuple[int, int, int], ...]:
@@ -103,12 +123,8 @@ class StoredChunk:
             self.updating = None
         stale = [
             (view, parameter)
-            for slot, view, parameter in zip(
-                self.layout.content, self._views, self.parameters, strict=True
-            )
-            if slot.nbytes
-            and parameter.master.dtype == self.layout.dtype
-            and parameter.place().data_ptr() != view.data_ptr()
+            for view, parameter in self._inside
+            if view.nbytes and parameter.place().data_ptr() != view.data_ptr()
         ]
         if self._casts:
             written = self.written()

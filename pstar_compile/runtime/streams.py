@@ -35,8 +35,11 @@ class Streams(Protocol):
         source: Tensor,
         after: Sequence[Event],
         prepare: Callable[[], None] | None,
+        unpack: Callable[[], None] | None,
     ) -> Event:
-        """Copy host bytes to the device; ``prepare`` first brings the host bytes up to date."""
+        """Copy host bytes to the device; ``prepare`` first brings the host bytes up to date, and
+        ``unpack`` then works on the copied bytes, on the same stream.
+        """
 
     def offload(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event]) -> Event:
         """Copy device tensors (second) into host tensors (first), all contiguous."""

@@ -23,7 +23,7 @@ from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.shares import MakeOptimizer, Scratch, Share
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.watched import touch, watch
-from pstar_compile.runtime.worker import Worker
+from pstar_compile.runtime.worker import Job, Worker
 from pstar_compile.torch_compat import has_gradient_hooks
 
 if TYPE_CHECKING:
@@ -115,8 +115,12 @@ class Updates:
             )
         self._settings = self._by_chunk(self._groups())
 
-    def update(self, chunk: StoredChunk, gradients: Mapping[ManagedParameter, OnItsWay]) -> None:
-        """Update one chunk with the gradients of a running backward."""
+    def update(
+        self, chunk: StoredChunk, gradients: Mapping[ManagedParameter, OnItsWay]
+    ) -> Job | None:
+        """Update one chunk with the gradients of a running backward; returns what the worker was
+        given, if anything.
+        """
         hooked = [p for p in gradients if has_gradient_hooks(p.master)]
         if hooked:
             raise RuntimeError(
@@ -128,8 +132,7 @@ class Updates:
             found: list[OnItsWay | Tensor | None] = [gradients.get(p) for p in parameters]
             work.append(_Work(self._share(chunk, group, tuple(parameters)), group.values, found))
             self.early.update(p for p in parameters if p in gradients)
-        if work:
-            self._update(chunk, work)
+        return self._update(chunk, work) if work else None
 
     def step(self) -> None:
         """Update every parameter that has a gradient. Returns before host chunks are updated.
@@ -226,10 +229,10 @@ class Updates:
         self,
         key: StoredChunk | ManagedParameter,
         work: Sequence[_Work],
-    ) -> None:
+    ) -> Job | None:
         if not _on_host(key):
             self._run(work, scratch=None, copies={})
-            return
+            return None
         assert isinstance(key, StoredChunk)
         arrival = self._engine.arrival.get(key)
         masters = [p.master for p in key.parameters]
@@ -256,6 +259,7 @@ class Updates:
         key.updating = job
         for master in masters:
             watch(master, job.wait_host)
+        return job
 
     def _with_threads(self, update: Callable[[], None]) -> Callable[[], None]:
         threads, self._threads = self._threads, None

@@ -25,6 +25,8 @@ class Job:
         except BaseException as error:
             self._error = error
         finally:
+            # Whoever waits for the job may want the memory that it held.
+            del function
             self._done.set()
 
     def reached(self) -> bool:

@@ -55,6 +55,7 @@ def _states(
         nbytes=(nbytes,) * count,
         room=(room,) * count,
         cast=(cast,) * count,
+        masters=((2 if cast else 1) * UNIT,) * count,
         homes=tuple(homes.get(f"c{i}") for i in range(count)),
         model_bytes=count * (nbytes + room + 2 * UNIT),
         resident_bytes=count * 2 * UNIT,

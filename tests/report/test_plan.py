@@ -28,7 +28,7 @@ def test_tables_hold_the_plans_figures(plan: pstar.Plan) -> None:
         assert format_bytes(nbytes) in text
     for chunk in plan.chunks:
         name = plan.step.parameters[chunk.content[0].parameter].name
-        row = rf"^{chunk.index} +{format_bytes(chunk.nbytes)} +float32 +{name}"
+        row = rf"^{chunk.index} +{format_bytes(chunk.nbytes)} +float32 +host +{name}"
         assert re.search(row, text, re.M)
     rows = [line for line in text.splitlines() if re.match(r"\d+ +(forward|backward)", line)]
     assert len(rows) == len(plan.moments)

@@ -63,9 +63,16 @@ def test_a_copy_waits_for_its_events_and_its_preparation() -> None:
     streams = CpuStreams()
     source, destination = torch.zeros(8), torch.zeros(8)
     gate = Gate()
-    done = streams.fetch(destination, source, [gate], lambda: source.fill_(3))  # type: ignore[arg-type, return-value]
+    unpacked = torch.zeros(8)
+    done = streams.fetch(
+        destination,
+        source,
+        [gate],
+        lambda: source.fill_(3),  # type: ignore[arg-type, return-value]
+        lambda: unpacked.copy_(destination),  # type: ignore[arg-type, return-value]
+    )
     offloaded = torch.zeros(8)
-    last = streams.offload([(offloaded, destination)], [done])
+    last = streams.offload([(offloaded, unpacked)], [done])
     assert float(destination.sum()) == 0.0
     gate.open()
     streams.wait(last)
