@@ -1,8 +1,8 @@
 """Explain: why a step does not fit, and the smallest limits with which it does.
 
 In: the error of a plan that failed, and what it was made from. Out: an error for users, with the
-moment, the bytes, and figures that were found by planning anew: with another limit, other chunks
-may be chosen. Only runs when a plan has failed.
+moment, the bytes, and figures that were found by planning anew: with another limit, or without the
+option ``chunk_bytes``, other chunks may be chosen. Only runs when a plan has failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def explain(
         rates: as given to both.
     """
 
-    def fits(changed: Limits) -> bool:
+    def fitting(changed: Limits, choices: Choices = choices) -> Outline | None:
         captured = replace(outlined.captured, symbols={**outlined.captured.symbols, **symbols})
         again = outline(captured, fixed=fixed, limits=changed, choices=choices, rates=rates)
         # What the compiler allocates is known for the segments that were compiled.
@@ -64,8 +64,11 @@ def explain(
                 rates=rates,
             )
         except PlanError:
-            return False
-        return True
+            return None
+        return again
+
+    def fits(changed: Limits) -> bool:
+        return fitting(changed) is not None
 
     if limits.host_bytes is not None and fits(replace(limits, host_bytes=None)):
         return _host(error, limits, fits)
@@ -112,8 +115,17 @@ def explain(
             f"chunks need {error.needed_bytes} bytes of arena there, and {error.available_bytes} "
             f"bytes are left for them"
         )
+    advice = ". ".join(parts)
+    if choices.chunk_bytes is not None:
+        chosen = fitting(limits, replace(choices, chunk_bytes=None))
+        if chosen is not None:
+            largest = max(chunk.nbytes for chunk in chosen.chunks)
+            advice = (
+                f"The option chunk_bytes is {choices.chunk_bytes} bytes; without it the step fits, "
+                f"in chunks of at most {largest} bytes. Or: {advice}"
+            )
     return PlanError(
-        f"the step does not fit{where}: {reason}. " + ". ".join(parts),
+        f"the step does not fit{where}: {reason}. {advice}",
         moment=error.moment,
         needed_bytes=error.needed_bytes,
         available_bytes=error.available_bytes,

@@ -23,6 +23,7 @@ from pstar_compile.capture import (
     inner_symbols,
     partition,
     saved_anchor_positions,
+    sparse_gradients,
     symbols_of,
     tag,
 )
@@ -61,7 +62,8 @@ def patrickstar(
         mode: a torch.compile mode; the plan decides what modes would, so only "default" is taken.
 
     The first call raises a ValueError for an unknown option, for a forward that writes to a
-    parameter in place, or for a step that cannot fit the budget (``PlanError``).
+    parameter in place or gives one a sparse gradient, or for a step that cannot fit the budget
+    (``PlanError``).
     """
     return refuse_at_call(lambda: _compile(gm, example_inputs, options, mode))
 
@@ -160,12 +162,18 @@ class _CompiledGraph:
         self._index_of_input = {position: i for i, position in enumerate(parameters)}
         engine.compiled[self] = CompiledState()
         self._partitioned: Partitioned | None = None
-        inductor = config.inner == "inductor"
-        if inductor and engine.config.device.type == "cuda":
+        if config.inner == "inductor" and engine.config.device.type == "cuda":
             wake_compile_workers()
-        with reading_fetches_last(gm):
-            self._compiled = aot_compile(
-                gm,
+        # A refusal waits for a call with the masters' present requires_grad: the anchors that were
+        # traced may be behind it.
+        self._compiled = refuse_at_call(lambda: self._aot_compile(example_inputs))
+        self._partitioned = None
+
+    def _aot_compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        inductor = self._config.inner == "inductor"
+        with reading_fetches_last(self._gm):
+            return aot_compile(
+                self._gm,
                 example_inputs,
                 forward=self._compile_forward,
                 backward=self._compile_backward,
@@ -226,6 +234,7 @@ class _CompiledGraph:
         self, joint: fx.GraphModule, inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._refuse_writes(joint.graph)
+        self._refuse_sparse_gradients(joint.graph)
         self._partitioned = partition(
             joint,
             inputs,
@@ -254,6 +263,17 @@ class _CompiledGraph:
         if written:
             members = self._members()
             raise written_in_forward(members[i] for i in written)
+
+    def _refuse_sparse_gradients(self, joint: fx.Graph) -> None:
+        sparse = sparse_gradients(joint, self._index_of_input)
+        if sparse:
+            members = self._members()
+            raise ValueError(
+                f"a compiled forward gives managed parameters sparse gradients, and a chunk has "
+                f"room for dense ones only: {', '.join(repr(members[i].name) for i in sparse)}. "
+                f"Make the layer with sparse=False (nn.Embedding, nn.EmbeddingBag), or keep its "
+                f"call out of the compiled code (torch.compiler.disable)."
+            )
 
     def _build(self, forward: fx.GraphModule, partitioned: Partitioned | None) -> Program:
         engine = self._engine

@@ -57,6 +57,18 @@ def tag(graph: fx.Graph, parameter_of_input: Mapping[int, int]) -> None:
         )
 
 
+def sparse_gradients(graph: fx.Graph, parameter_of_input: Mapping[int, int]) -> list[int]:
+    """The parameters that get a sparse gradient in a joint graph; arguments as for :func:`tag`."""
+    found: dict[int, None] = {}
+    for node in graph.find_nodes(op="call_function", target=ops.REDUCE):
+        grad, anchor = node.args[:2]
+        if grad.meta["val"].layout is not torch.strided:
+            position = input_position(anchor)
+            assert position is not None
+            found[parameter_of_input[position]] = None
+    return list(found)
+
+
 def partition(
     joint: fx.GraphModule,
     inputs: Any,

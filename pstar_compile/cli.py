@@ -39,11 +39,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--steps", type=_positive, default=default.steps, help="optimizer steps")
+    # What has no default to show is left to DemoConfig.
+    unset = argparse.SUPPRESS
     demo.add_argument(
-        "--device", choices=["cpu", "cuda"], help="where to compute (default: cuda if there is one)"
+        "--device",
+        choices=["cpu", "cuda"],
+        default=unset,
+        help="where to compute (default: cuda if there is one)",
     )
     demo.add_argument(
         "--device-memory",
+        default=unset,
         metavar="SIZE",
         help="device memory for chunks and activations together, such as 2GiB, instead of an "
         "arena of a quarter of the parameters' size",
@@ -60,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         default=default.checkpoint,
         help="where to keep the latest checkpoint",
     )
-    demo.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    demo.add_argument(
+        "--resume", action="store_true", default=unset, help="go on from the checkpoint"
+    )
     demo.add_argument(
         "--inner",
         choices=["inductor", "eager"],

@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -50,6 +50,40 @@ class ManagedModule:
     _pstar_anchors: dict[str, Tensor]
     _pstar_shapes: dict[str, tuple[int, ...]]
     _pstar_base: type[nn.Module]
+
+    def get_parameter(self, target: str) -> Any:
+        """As the attribute: a fetched tensor inside a forward, outside the master."""
+        module: Any = self
+        path, _, name = target.rpartition(".")
+        holder = module.get_submodule(path)
+        if isinstance(holder, ManagedModule) and name in holder._pstar_anchors:
+            return getattr(holder, name)
+        return nn.Module.get_parameter(module, target)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        """As the attributes, and so is what builds on it, ``parameters()``. In a backward these
+        are the masters, however: a gradient hook that asks for them wants to see their gradients.
+        """
+        module: Any = self
+        if not self._pstar_scope.inside:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[misc]
+            return
+        seen = set()
+        holders = [(prefix, module)]
+        if recurse:
+            holders = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+        for path, holder in holders:
+            anchors = holder._pstar_anchors if isinstance(holder, ManagedModule) else {}
+            for name in holder._parameters:
+                # Not the master itself: Dynamo would guard on where it is.
+                identity = anchors[name] if name in anchors else holder._parameters[name]
+                if identity is None or identity in seen:
+                    continue
+                if remove_duplicate:
+                    seen.add(identity)
+                yield f"{path}.{name}" if path else name, getattr(holder, name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ManagedModule:
         """Apply a conversion such as ``.to()`` to the buffers; masters stay at their home."""

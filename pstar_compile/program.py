@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.explain import explain
+from passes.forward import forward_alone
 from passes.graph import alias_root
 from passes.insert import insert
 from passes.limits import Choices, Limits
@@ -54,10 +55,19 @@ class Signature:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Planned:
-    """A step plan with the outer graphs that run it."""
+    """A step plan with the outer graphs that run it, and the rates that it was made for."""
 
     step: StepPlan
     graphs: Mapping[Direction, fx.GraphModule]
+    rates: Rates
+
+    def forward_alone(self) -> Planned:
+        """What ran of it where only its forward did."""
+        return Planned(
+            step=forward_alone(self.step, self.rates),
+            graphs={Direction.FORWARD: self.graphs[Direction.FORWARD]},
+            rates=self.rates,
+        )
 
 
 class _Variant:
@@ -91,7 +101,7 @@ class _Variant:
                 first_moment=first,
             )
             self.contributions.update(contributions)
-        self.planned = Planned(step=plan, graphs=graphs)
+        self.planned = Planned(step=plan, graphs=graphs, rates=program._rates)
         self.forward = run_boxed(graphs[Direction.FORWARD])
         self.backward = (
             run_boxed(graphs[Direction.BACKWARD]) if Direction.BACKWARD in graphs else None

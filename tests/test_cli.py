@@ -67,3 +67,14 @@ def test_module_is_the_command() -> None:
     command = [sys.executable, "-m", "pstar_compile", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"pstar {__version__}\n"
+
+
+def test_every_setting_of_the_demo_says_its_default_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "None" not in text and "False" not in text and ") (" not in text
+    assert f"optimizer steps (default: {DemoConfig().steps})" in text
+    assert "(default: cuda if there is one)" in text

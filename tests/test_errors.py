@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -312,6 +313,28 @@ def test_the_smallest_budget_is_the_smallest_of_any_chunking(
     train(smallest)
     for percent in (97, 90, 80):
         _plan_error(lambda percent=percent: train(smallest * percent // 100))
+
+
+@pytest.mark.parametrize("setting", ["device_memory", "arena_memory"])
+def test_chunks_that_are_too_large_by_option(setting: str) -> None:
+    plain = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
+
+    def train(nbytes: int | str, **options: Any) -> None:
+        torch._dynamo.reset()
+        model = pstar.manage(copy.deepcopy(plain), device="cpu", **{setting: nbytes})
+        _compile(model, **options)(torch.ones(4, 32)).sum().backward()
+
+    error = _plan_error(lambda: train("20KiB", chunk_bytes="40KiB"))
+    found = re.search(
+        rf"option chunk_bytes is 40960 bytes; without it the step fits, in chunks of at most "
+        rf"\d+ bytes\. Or: {setting} is 20480 bytes.* raise",
+        str(error),
+    )
+    assert found, error
+    train("20KiB")
+    assert error.smallest_budget is not None
+    train(error.smallest_budget, chunk_bytes="40KiB")
+    assert "chunk_bytes" not in str(_plan_error(lambda: train("2KiB", chunk_bytes="40KiB")))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

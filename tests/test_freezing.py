@@ -80,3 +80,23 @@ def test_freezing_between_steps(
         assert ours is None or torch.equal(ours, theirs)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_frozen_between_manage_and_the_first_call() -> None:
+    """Only what is trained must fit: here not even one layer's weight and gradient together do."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 4, bias=False))
+    model = pstar.manage(copy.deepcopy(plain), device="cpu", device_memory=28 * 1024)
+    compiled = torch.compile(model, backend="patrickstar", options={"inner": "eager"})
+    x = torch.randn(4, 64)
+    for each, owner in ((plain, plain), (compiled, model)):
+        owner[0].requires_grad_(False)
+        for _ in range(2):
+            each(x).sum().backward()
+    assert model[0].weight.grad is None
+    assert torch.equal(model[1].weight.grad, plain[1].weight.grad)
+    pstar.last_plan(compiled)
+    model[0].requires_grad_(True)
+    compiled(x)
+    with pytest.raises(ValueError, match="does not fit"):
+        compiled(x)

@@ -18,7 +18,9 @@ class Plan:
     """What a step runs: ``print(plan)`` for tables, ``plan.print_readable()`` for the graphs.
 
     A step of several graphs (after graph breaks, or of blocks compiled one by one) has a plan for
-    each; see ``parts``. Figures are then those of the whole step.
+    each; see ``parts``. Figures are then those of the whole step. Once the step's backward is over,
+    a graph whose backward did not run in it (the first forward of a checkpointed block, or one that
+    the loss does not depend on) is shown with its forward alone.
     """
 
     def __init__(self, parts: Sequence[Planned]) -> None:
@@ -152,10 +154,18 @@ def last_plan(model: nn.Module) -> Plan:
     else:
         for parameter in module.parameters():
             engine = engine_of_parameter.get(parameter, engine)
-    plans = [] if engine is None else [p for p in engine.plans if isinstance(p, Planned)]
-    if not plans:
+    if engine is None or not engine.ran:
         raise ValueError(
             "this model has run no plan yet: compile it with "
             "torch.compile(model, backend='patrickstar') and call it once"
         )
-    return Plan(plans)
+    parts: list[Planned] = []
+    alone: dict[Planned, Planned] = {}
+    for ran in engine.ran:
+        assert isinstance(ran.source, Planned)
+        if engine.step_ended and not ran.backward:
+            # Parts that run by the same plan stay the same.
+            parts.append(alone.setdefault(ran.source, ran.source.forward_alone()))
+        else:
+            parts.append(ran.source)
+    return Plan(parts)

@@ -66,6 +66,11 @@ class Scale:
         return self.host
 
 
+def _sum(grad: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients; PyTorch adds a sparse one to a dense one, not the other way."""
+    return other + grad if grad.is_sparse and not other.is_sparse else grad + other
+
+
 def norm_of(grad: Tensor) -> Tensor:
     """The 2-norm of a gradient, summed in fp32 at least."""
     wide = torch.promote_types(grad.dtype, torch.float32)
@@ -105,16 +110,17 @@ class OnItsWay:
         the result. ``span`` is a range of elements that is asked for alone, as a vector.
         """
         first, *others = (
-            c.grad if span is None else c.grad.reshape(-1)[span] for c in self.contributions
+            c.grad if span is None else c.grad.to_dense().reshape(-1)[span]
+            for c in self.contributions
         )
         total, owned = first, self.contributions[0].owned
         for contribution in self.contributions:
             if contribution.event is not None:
                 contribution.event.wait_host()
         for other in others:
-            total, owned = total + other, True
+            total, owned = _sum(total, other), True
         if total.dtype != master.dtype or total.device != master.device or self.scale is not None:
-            if into is None:
+            if into is None or total.is_sparse:
                 into = torch.empty_like(total, device=master.device, dtype=master.dtype)
             total, owned = into.copy_(total), True
         if self.scale is not None:
@@ -226,7 +232,9 @@ def _accumulate(master: nn.Parameter, on_its_way: OnItsWay, *, hooks: bool) -> N
             owned = owned and hooked is total
             total = hooked
         present = _grad.__get__(master)
-        if present is not None:
+        if present is not None and present.is_sparse and not total.is_sparse:
+            _grad.__set__(master, _sum(present, total))
+        elif present is not None:
             present.add_(total)
         else:
             # The rule of autograd's own accumulation: a tensor that others can reach is copied.

@@ -46,6 +46,21 @@ class Turn:
     versions: tuple[int, ...]
 
 
+@dataclass(slots=True, eq=False)
+class Ran:
+    """A graph that ran forward in the step.
+
+    Attributes:
+        bound: its plan, bound to the parameters it ran with.
+        source: what to show the user as that plan.
+        backward: whether its backward ran as well.
+    """
+
+    bound: object
+    source: object
+    backward: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """Bytes ``[start, end)`` of the arena that an offload still reads until ``event``."""
@@ -90,12 +105,13 @@ class Engine:
         self.compiled: dict[Any, Any] = {}
         # What updates the model states, if a ChunkedOptimizer does.
         self.updates: Updates | None = None
-        # What ran in the step, in order: one plan for each graph that ran forward.
-        self.plans: list[object] = []
+        # What ran forward in the step, in order.
+        self.ran: list[Ran] = []
         self.running = False
         # One run at a time: the arena and the counters are shared by all callers.
         self.lock = threading.RLock()
-        self._step_ended = True
+        # Whether the step's backward is over, so that what has not run by now never will.
+        self.step_ended = True
         self._with_gradients = True
         self._step_graphs: set[object] = set()
         for parameter in parameters:
@@ -212,7 +228,7 @@ class Engine:
     def call_begins(self) -> None:
         """A compiled graph is called. A call with gradients and one without are no one step."""
         with_gradients = torch.is_grad_enabled()
-        if with_gradients != self._with_gradients:
+        if not self._inside_a_step() and with_gradients != self._with_gradients:
             self._with_gradients = with_gradients
             self.end_step()
 
@@ -220,25 +236,38 @@ class Engine:
         """Reset the counters when a new step begins: with the first forward after a backward, or
         when a graph runs forward that ran in this step already.
         """
-        if self._step_ended or graph in self._step_graphs:
-            self._step_ended = False
+        if not self._inside_a_step() and (self.step_ended or graph in self._step_graphs):
+            self.step_ended = False
             self._step_graphs.clear()
-            self.plans.clear()
+            self.ran.clear()
             self.counters.start_step()
             self.streams.start_step()
         self._step_graphs.add(graph)
 
+    def _inside_a_step(self) -> bool:
+        """Whether a forward that runs now is part of another one, or of a backward: activation
+        checkpointing repeats it there, and calls it without gradients before.
+        """
+        return self.on_demand.in_forward or backward_id() != -1
+
     def end_step(self) -> None:
         """The next forward begins a new step."""
-        self._step_ended = True
+        self.step_ended = True
+
+    def ran_backward(self, bound: object) -> None:
+        """A backward is complete: that of the latest forward of its plan that has had none."""
+        for ran in reversed(self.ran):
+            if ran.bound is bound and not ran.backward:
+                ran.backward = True
+                return
 
     # Dynamo must not look into these when they run between the pieces of a broken graph.
     @without_dynamo
     def begin_eager_forward(self) -> None:
         """A forward outside a plan begins: every fetch is on demand."""
-        if not self.on_demand.in_forward and backward_id() == -1:
+        if not self._inside_a_step():
             self.gradients.drop_abandoned()
-            self.start_step_if_due(None)
+        self.start_step_if_due(None)
         self.on_demand.begin_forward()
 
     @without_dynamo
@@ -258,7 +287,7 @@ class Engine:
         self._leaving.clear()
         self._held.clear()
         self.running = False
-        self._step_ended = True
+        self.step_ended = True
 
     def close(self) -> None:
         """Give every master a storage of its own and end the streams."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from passes.plan import Action, Direction, Home, Kind, StepPlan
 from pstar_compile.runtime.arriving import Contribution, OnItsWay, norm_of
-from pstar_compile.runtime.engine import Engine, Held, Leaving, Turn
+from pstar_compile.runtime.engine import Engine, Held, Leaving, Ran, Turn
 from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.store import StoredChunk
 from pstar_compile.runtime.streams import Event
@@ -180,7 +180,7 @@ class Run:
         engine, bound = self._engine, self._bound
         engine.gradients.drop_abandoned()
         engine.start_step_if_due(bound)
-        engine.plans.append(bound.source)
+        engine.ran.append(Ran(bound, bound.source))
         if not engine.on_demand.in_forward:
             engine.on_demand.drop_all()
         self._fence = (engine.streams.mark(),)
@@ -227,7 +227,9 @@ class Run:
         """The graph ran to its end."""
         engine = self._engine
         engine.running = False
-        if forward and backward_follows:
+        if not forward:
+            engine.ran_backward(self._bound)
+        elif backward_follows:
             engine.turn = Turn(self._bound, self._events, self._bound.versions())
 
     def _copy_in(self, action: Action) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class Stats:
     """What one step did: a forward and its backward, or one inference call.
 
+    What activation checkpointing repeats of the forward in the backward is part of the step.
+
     Attributes:
         h2d_bytes: bytes copied from the host to the device.
         d2h_bytes: bytes copied from the device to the host.
