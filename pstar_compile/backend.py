@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from passes.graph import META, memory_nodes
 from passes.limits import Choices, Limits
 from passes.pipeline import Captured, Outline, outline
 from passes.plan import Chunk, Parameter
@@ -387,8 +388,6 @@ def _with_chunk_mates(
 
 def _fake_parameters(outlined: Outline, count: int) -> dict[int, Tensor]:
     """The FakeTensor of each parameter's compute copy, from the captured fetch nodes."""
-    from passes.graph import META, memory_nodes
-
     values: dict[int, Tensor] = {}
     for captured in (outlined.captured.forward, outlined.captured.backward):
         if captured is not None:

@@ -14,6 +14,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -35,10 +36,6 @@ class Scope:
 
     def __init__(self, engine: Engine, root: nn.Module) -> None:
         self.inside = False
-        # A class of its own: Dynamo guards on its identity, so code that was compiled for one
-        # managed model never serves another, which may have another device or budget. All
-        # modules of a model share it, so equal blocks still share their code.
-        self.identity: type | None = type("Identity", (), {})
         self.engine = engine
         self.root = weakref.ref(root)
 
@@ -155,13 +152,18 @@ def _property(name: str) -> property:
     return property(read)
 
 
-@functools.cache
 def _managed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of ``base`` whose parameters ``names`` are fetched inside a forward."""
+    """A new subclass of ``base`` whose parameters ``names`` are fetched inside a forward.
+
+    Each managed model has classes of its own, shared by its equal blocks. Dynamo guards on classes,
+    so code that was compiled for one model never serves another, which may have another device or
+    budget. The ``forward`` of each class is a code object of its own, because Dynamo keeps by code
+    object what it compiled, how often (``recompile_limit``), and that it must not try again.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = self._pstar_scope
-        if scope.inside and scope.identity is not None:
+        if scope.inside:
             return base.forward(self, *args, **kwargs)
         scope.inside = True
         try:
@@ -178,7 +180,8 @@ def _managed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
             scope.inside = False
 
     namespace: dict[str, Any] = {name: _property(name) for name in names}
-    namespace["forward"] = functools.wraps(base.forward)(forward)
+    own = FunctionType(forward.__code__.replace(), globals(), closure=forward.__closure__)
+    namespace["forward"] = functools.wraps(base.forward)(own)
     namespace["__module__"] = base.__module__
     namespace["__qualname__"] = base.__qualname__
     namespace["__doc__"] = base.__doc__
@@ -332,6 +335,7 @@ def _manage(model: nn.Module, config: ManageConfig) -> None:
             dtype = config.param_dtype
         managed[master] = ManagedParameter(name, master, dtype, config.device)
     scope = Scope(Engine(config, tuple(managed.values())), model)
+    classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
     for module in model.modules():
         names = tuple(module._parameters)
         present = {n: managed[p] for n, p in module._parameters.items() if p is not None}
@@ -346,7 +350,10 @@ def _manage(model: nn.Module, config: ManageConfig) -> None:
             if buffer is not None:
                 module._buffers[name] = buffer.to(config.device)
         state.pop("_flat_weights", None)
-        module.__class__ = _managed_class(type(module), names)  # type: ignore[arg-type]
+        kind = type(module), names
+        if kind not in classes:
+            classes[kind] = _managed_class(*kind)
+        module.__class__ = classes[kind]
     log.info("managing %s on %s", scope.engine.describe(), config.device)
 
 
@@ -359,7 +366,7 @@ def unmanage(model: Model) -> Model:
     Raises:
         ValueError: if the model is not managed.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     engine = engine_of(model)
     for module in model.modules():
         if isinstance(module, ManagedModule):
@@ -372,13 +379,19 @@ def unmanage(model: Model) -> Model:
     return model
 
 
+def uncompiled(model: Model) -> Model:
+    """The module behind what ``torch.compile`` returned, or the module itself."""
+    plain: Model = getattr(model, "_orig_mod", model)
+    return plain
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a managed model (or of a compiled version of one).
 
     Raises:
         ValueError: if the model is not managed.
     """
-    module = getattr(model, "_orig_mod", model)
+    module = uncompiled(model)
     if not isinstance(module, ManagedModule):
         raise ValueError(
             f"this {type(module).__name__} is not managed; call pstar_compile.manage(model) first"

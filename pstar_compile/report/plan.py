@@ -8,7 +8,7 @@ from torch import nn
 
 from passes.plan import Chunk, Moment, Schedule, StepPlan
 from pstar_compile.backend import engine_of_parameter
-from pstar_compile.managed import ManagedModule, engine_of
+from pstar_compile.managed import ManagedModule, engine_of, uncompiled
 from pstar_compile.program import Planned
 from pstar_compile.report.readable import readable
 from pstar_compile.report.tables import chunk_table, schedule_table, totals_table
@@ -143,9 +143,9 @@ def last_plan(model: nn.Module) -> Plan:
 
     Raises:
         TypeError: if it is no module.
-        ValueError: if the model has not run a plan yet.
+        ValueError: if the model has not run yet, or ran its last step without a plan.
     """
-    module = getattr(model, "_orig_mod", model)
+    module = uncompiled(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"last_plan() takes the model, a torch.nn.Module, got {module!r}")
     engine = None
@@ -154,6 +154,13 @@ def last_plan(model: nn.Module) -> Plan:
     else:
         for parameter in module.parameters():
             engine = engine_of_parameter.get(parameter, engine)
+    if engine is not None and not engine.ran and engine.ran_on_demand:
+        raise ValueError(
+            "the last step of this model ran without a plan: its parameters were fetched on "
+            "demand. Compile it with torch.compile(model, backend='patrickstar'); if it is "
+            "compiled, PyTorch could not trace what reads the parameters (it does not trace RNN, "
+            "LSTM and GRU modules): TORCH_LOGS=graph_breaks says why"
+        )
     if engine is None or not engine.ran:
         raise ValueError(
             "this model has run no plan yet: compile it with "

@@ -254,6 +254,11 @@ class Engine:
         """The next forward begins a new step."""
         self.step_ended = True
 
+    @property
+    def ran_on_demand(self) -> bool:
+        """Whether a forward outside a plan is part of the step."""
+        return None in self._step_graphs
+
     def ran_backward(self, bound: object) -> None:
         """A backward is complete: that of the latest forward of its plan that has had none."""
         for ran in reversed(self.ran):
