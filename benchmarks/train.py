@@ -62,6 +62,16 @@ def batches(shape: Shape) -> Callable[[int], tuple[Tensor, Tensor]]:
     )
 
 
+def record(path: str, step: Callable[[], Tensor]) -> None:
+    """Profile two steps in a row, kernels and copies by stream: a trace for Perfetto."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        step()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(path)
+
+
 def train(name: str, arguments: argparse.Namespace) -> None:
     """Train one model and print what was seen."""
     shape = MODELS[name]
@@ -89,19 +99,25 @@ def train(name: str, arguments: argparse.Namespace) -> None:
     batch = batches(shape)
     losses: list[Tensor] = []
     seconds: list[float] = []
-    torch.cuda.synchronize()
-    for step in range(arguments.steps):
-        if step == 2:
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+    resident: list[float] = []
+
+    def step_once(step: int) -> Tensor:
         loss = run(*batch(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         # Reading the loss of each step, as loops do that print it.
-        losses.append(loss.detach())
         loss.item()
+        return loss.detach()
+
+    torch.cuda.synchronize()
+    for step in range(arguments.steps):
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        losses.append(step_once(step))
         seconds.append(time.perf_counter() - start)
+        resident.append(round(host_gib() - before, 2))
     torch.cuda.synchronize()
     total = time.perf_counter() - start - seconds[-1]
     # A step ends when the next one may begin: steps are timed in a row, not one by one.
@@ -118,7 +134,8 @@ def train(name: str, arguments: argparse.Namespace) -> None:
         "tail_s": round(total, 3),
         "peak_device_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "host_gib": round(host_gib() - before, 2),
+        "host_gib": resident[-1],
+        "host_gib_by_step": resident,
         "losses": [round(value.item(), 4) for value in losses],
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -140,6 +157,8 @@ def train(name: str, arguments: argparse.Namespace) -> None:
             "wait_s": round(stats.wait_s, 4),
         }
     print(json.dumps(result), flush=True)
+    if arguments.trace:
+        record(f"{arguments.trace}.{name}.json.gz", lambda: step_once(arguments.steps))
 
 
 def main() -> None:
@@ -150,6 +169,7 @@ def main() -> None:
     parser.add_argument("--update", choices=("step", "backward"), default="backward")
     parser.add_argument("--device-memory")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--trace", help="write a trace of two steps to TRACE.MODEL.json.gz")
     parser.add_argument("--here", action="store_true", help="in this process")
     arguments = parser.parse_args()
     if arguments.here:

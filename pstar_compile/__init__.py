@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pstar_compile.managed import manage, stats, unmanage
     from pstar_compile.optim import ChunkedOptimizer
     from pstar_compile.report.plan import Plan, last_plan
+    from pstar_compile.weights import load_safetensors
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "last_plan",
+    "load_safetensors",
     "manage",
     "stats",
     "unmanage",
@@ -28,6 +30,7 @@ _HOME = {
     "Plan": "pstar_compile.report.plan",
     "PlanError": "passes.plan",
     "last_plan": "pstar_compile.report.plan",
+    "load_safetensors": "pstar_compile.weights",
     "manage": "pstar_compile.managed",
     "stats": "pstar_compile.managed",
     "unmanage": "pstar_compile.managed",

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pstar_compile.config import ManageConfig, parse_bytes
+from pstar_compile.materialise import materialise
 from pstar_compile.runtime.engine import Engine
 from pstar_compile.runtime.parameter import ManagedParameter
 from pstar_compile.runtime.stats import Stats
@@ -211,7 +212,8 @@ def manage(
     fetching on demand.
 
     Args:
-        model: a module whose parameters are materialised.
+        model: a module. Parameters and buffers on the meta device are made here, module by module,
+            with the values that each module's ``reset_parameters`` sets.
         device: the compute device, "cpu" or "cuda"; default: CUDA if there is any. Buffers move
             there at once.
         device_memory: bytes of that device that a step may use, as an int or "20GiB"; default:
@@ -250,6 +252,7 @@ def manage(
         param_dtype=param_dtype,
     )
     _check_manageable(model)
+    materialise(model, config.device)
     _manage(model, config)
     return model
 
@@ -297,7 +300,7 @@ def _check_manageable(model: nn.Module) -> None:
         problem = _parameter_problem(parameter)
         if problem:
             problems.append(f"parameter {name!r} {problem}")
-        elif parameter.numel():
+        elif parameter.numel() and not parameter.is_meta:
             start = parameter.data_ptr()
             ranges.append((str(parameter.device), start, start + parameter.nbytes, name))
     ranges.sort()
@@ -316,8 +319,6 @@ def _check_manageable(model: nn.Module) -> None:
 def _parameter_problem(parameter: nn.Parameter) -> str | None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "is not initialised yet; run the model once before managing it"
-    if parameter.device.type == "meta":
-        return "is on the meta device; give the model real memory first (model.to_empty)"
     if type(parameter.data) is not Tensor or parameter.layout is not torch.strided:
         return f"is a {type(parameter.data).__name__} of layout {parameter.layout}, not a tensor"
     if any(st == 0 and n > 1 for st, n in zip(parameter.stride(), parameter.shape, strict=True)):
