@@ -56,6 +56,7 @@ class Captured:
             ``fixed`` with them.
         symbols: the present value of each symbolic size.
         whole: whether the graphs are all that the model runs in a step.
+        notes: what the user should know of how the graphs came about.
     """
 
     forward: fx.GraphModule
@@ -64,6 +65,7 @@ class Captured:
     parameters: tuple[Parameter, ...]
     symbols: Mapping[sympy.Symbol, int]
     whole: bool = True
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,12 +106,7 @@ def outline(
         rates: the machine's.
     """
     started = time.perf_counter()
-    localize(captured.forward)
-    forward = lifetimes(captured.forward.graph)
-    backward = None
-    if captured.backward is not None:
-        localize(captured.backward)
-        backward = lifetimes(captured.backward.graph)
+    forward, backward = _localized(captured)
     cut_at = partial(_outline, captured, forward, backward, rates, {})
     uncut = cut_at(fixed=(), chunks=())
     fits = limits.everything_fits(max(peaks(uncut, None, captured.symbols), default=0))
@@ -182,6 +179,7 @@ def finish(
         prefetch=choices.prefetch,
         arena_limit=limits.arena_limit,
         host_limit=limits.host_bytes,
+        notes=outlined.captured.notes,
     )
     verify(plan)
     log.debug(
@@ -192,6 +190,18 @@ def finish(
         time.perf_counter() - started,
     )
     return plan
+
+
+def estimated_peak(captured: Captured, rates: Rates) -> int:
+    """Estimated peak bytes of non-model data of a step that is not cut into segments.
+
+    Args:
+        captured: the traced step. Its graphs are rewritten in place (``localize``).
+        rates: the machine's.
+    """
+    forward, backward = _localized(captured)
+    uncut = _outline(captured, forward, backward, rates, {}, fixed=(), chunks=())
+    return max(peaks(uncut, None, captured.symbols), default=0)
 
 
 def lives(outlined: Outline, symbols: Mapping[sympy.Symbol, int]) -> tuple[Live, ...]:
@@ -215,6 +225,16 @@ def peaks(
         live.held + (internal or {}).get(moment, live.own)
         for moment, live in enumerate(lives(outlined, symbols))
     ]
+
+
+def _localized(captured: Captured) -> tuple[Lifetimes, Lifetimes | None]:
+    """The lifetimes in both graphs, after ``localize``."""
+    localize(captured.forward)
+    forward = lifetimes(captured.forward.graph)
+    if captured.backward is None:
+        return forward, None
+    localize(captured.backward)
+    return forward, lifetimes(captured.backward.graph)
 
 
 def _outline(

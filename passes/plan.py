@@ -7,7 +7,7 @@ a plan is made (see ``liveness``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -251,6 +251,7 @@ class StepPlan:
 
     ``budget_bytes`` bounds the whole step on the device, ``arena_limit`` its arena alone,
     ``host_limit`` the model states, compute copies and gradients on the host; None: not bounded.
+    ``notes`` are for people.
     """
 
     parameters: tuple[Parameter, ...]
@@ -264,7 +265,7 @@ class StepPlan:
     prefetch: int | None = None
     arena_limit: int | None = None
     host_limit: int | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def actions(self, kind: Kind | None = None) -> Iterator[Action]:
         """All actions in issue order, or those of one kind."""

@@ -15,12 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from passes.graph import META, memory_nodes
 from passes.limits import Choices, Limits
-from passes.pipeline import Captured, Outline, outline
+from passes.pipeline import Captured, Outline, estimated_peak, outline
 from passes.plan import Chunk, Parameter
+from passes.recompute import lower
 from pstar_compile import ops
 from pstar_compile.capture import (
     Partitioned,
     anchor_positions,
+    copied,
     inner_symbols,
     partition,
     saved_anchor_positions,
@@ -36,7 +38,12 @@ from pstar_compile.refusal import refuse_at_call
 from pstar_compile.runtime.engine import Engine
 from pstar_compile.runtime.parameter import ManagedParameter, masters, written_in_forward
 from pstar_compile.states import states_of
-from pstar_compile.torch_compat import aot_compile, inductor_decompositions, wake_compile_workers
+from pstar_compile.torch_compat import (
+    aot_compile,
+    inductor_decompositions,
+    saved_fraction,
+    wake_compile_workers,
+)
 from pstar_compile.writes import reading_fetches_last, take_written
 
 log = logging.getLogger(__name__)
@@ -135,6 +142,19 @@ class CompiledState:
     parameters: dict[tuple[int, ...], list[ManagedParameter]] = field(default_factory=dict)
 
 
+_LESS_SAVED = (
+    "activation_memory_budget was lowered from %g to %g, so that the step fits: the backward "
+    "computes more activations again"
+)
+
+
+class _SavesTooMuchError(Exception):
+    """The step does not fit, and should with this fraction of the saved activations."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+
+
 class _CompiledGraph:
     """One Dynamo graph, compiled; and the graph itself, for calls the program cannot serve."""
 
@@ -163,12 +183,28 @@ class _CompiledGraph:
         self._index_of_input = {position: i for i, position in enumerate(parameters)}
         engine.compiled[self] = CompiledState()
         self._partitioned: Partitioned | None = None
+        # What may be saved of the activations that are saved by default, at first and now.
+        self._fractions = (saved_fraction(), saved_fraction())
+        # The joint graph's partition for another such fraction.
+        self._partition_at: Callable[[float], Partitioned] | None = None
         if config.inner == "inductor" and engine.config.device.type == "cuda":
             wake_compile_workers()
         # A refusal waits for a call with the masters' present requires_grad: the anchors that were
         # traced may be behind it.
-        self._compiled = refuse_at_call(lambda: self._aot_compile(example_inputs))
-        self._partitioned = None
+        self._compiled = refuse_at_call(lambda: self._compile_until_it_fits(example_inputs))
+        self._partitioned = self._partition_at = None
+
+    def _compile_until_it_fits(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the graph, again with more recomputation while its activations are too many."""
+        while True:
+            try:
+                return self._aot_compile(example_inputs)
+            except _SavesTooMuchError as error:
+                self._fractions = (self._fractions[0], error.fraction)
+                log.info(
+                    "the step does not fit; compiling again with %.0f %% of the activations saved",
+                    100 * error.fraction,
+                )
 
     def _aot_compile(self, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         inductor = self._config.inner == "inductor"
@@ -236,13 +272,24 @@ class _CompiledGraph:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         self._refuse_writes(joint.graph)
         self._refuse_sparse_gradients(joint.graph)
-        self._partitioned = partition(
-            joint,
-            inputs,
-            self._index_of_input,
-            rewrite=self._config.inner == "inductor",
-            **kwargs,
-        )
+        source = copied(joint.graph) if self._engine.device_budget() is not None else None
+
+        def partition_at(fraction: float, joint: fx.GraphModule | None = None) -> Partitioned:
+            if joint is None:
+                assert source is not None
+                joint = fx.GraphModule(module, copied(source))
+            return partition(
+                joint,
+                inputs,
+                self._index_of_input,
+                rewrite=self._config.inner == "inductor",
+                saved_fraction=fraction,
+                **kwargs,
+            )
+
+        module = joint
+        self._partition_at = None if source is None else partition_at
+        self._partitioned = partition_at(self._fractions[1], joint)
         return self._partitioned.forward, self._partitioned.backward
 
     def _compile_forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -283,15 +330,7 @@ class _CompiledGraph:
         backward_anchors = {} if backward is None else saved_anchor_positions(backward.graph)
         symbols = symbols_of(forward.graph)
         members, fixed = _with_chunk_mates(engine, self._members())
-        captured = Captured(
-            forward=forward,
-            backward=backward,
-            saved={} if partitioned is None else partitioned.saved,
-            parameters=tuple(_describe(p) for p in members),
-            symbols=inner_symbols(forward.graph)
-            | {s: source.hint for s, source in symbols.items()},
-            whole=set(self._members()) >= {p for p in engine.parameters if p.nbytes},
-        )
+        captured = self._captured(forward, partitioned, members)
         limits = partial(self._limits, [weakref.ref(p) for p in members])
         outlined = outline(
             captured,
@@ -306,7 +345,7 @@ class _CompiledGraph:
             _fake_parameters(outlined, len(members)),
             inner=self._config.inner,
         )
-        return Program(
+        program = Program(
             engine=engine,
             outline=outlined,
             compiled=compiled,
@@ -323,6 +362,51 @@ class _CompiledGraph:
             rates=self._rates,
             trust=self._config.trust_version_counters,
         )
+        if partitioned is not None and self._partition_at is not None:
+            self._save_less(program.missing_bytes(), members)
+        program.plan_fixed_sizes()
+        return program
+
+    def _captured(
+        self,
+        forward: fx.GraphModule,
+        partitioned: Partitioned | None,
+        members: Sequence[ManagedParameter],
+    ) -> Captured:
+        """What the passes get of this graph."""
+        symbols = {s: source.hint for s, source in symbols_of(forward.graph).items()}
+        first, fraction = self._fractions
+        notes = (
+            () if fraction == first or partitioned is None else (_LESS_SAVED % (first, fraction),)
+        )
+        return Captured(
+            forward=forward,
+            backward=None if partitioned is None else partitioned.backward,
+            saved={} if partitioned is None else partitioned.saved,
+            parameters=tuple(_describe(p) for p in members),
+            symbols=inner_symbols(forward.graph) | symbols,
+            whole=set(self._members()) >= {p for p in self._engine.parameters if p.nbytes},
+            notes=notes,
+        )
+
+    def _save_less(self, missing_bytes: int, members: Sequence[ManagedParameter]) -> None:
+        """Ask for a compilation with fewer saved activations, if that should make the step fit.
+
+        Raises:
+            _SavesTooMuchError: if it should.
+        """
+        partition_at = self._partition_at
+        if missing_bytes <= 0 or partition_at is None:
+            return
+
+        def peak_at(fraction: float) -> int:
+            tried = partition_at(fraction)
+            return estimated_peak(self._captured(tried.forward, tried, members), self._rates)
+
+        present = self._fractions[1]
+        fraction = lower(present, missing_bytes, peak_at, present_peak=peak_at(present))
+        if fraction is not None:
+            raise _SavesTooMuchError(fraction)
 
     def _present_choices(self) -> Choices:
         updates = self._engine.updates

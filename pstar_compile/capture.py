@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +19,7 @@ from pstar_compile.torch_compat import (
     inductor_joint_passes,
     input_position,
     mark_recompute,
+    mark_save,
     min_cut_partition,
 )
 
@@ -57,6 +60,14 @@ def tag(graph: fx.Graph, parameter_of_input: Mapping[int, int]) -> None:
         )
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy to rewrite; the nodes' values are shared."""
+    copied_graph = fx.Graph()
+    output = copied_graph.graph_copy(graph, {})
+    copied_graph.output(output).meta = copy.copy(graph.output_node().meta)
+    return copied_graph
+
+
 def sparse_gradients(graph: fx.Graph, parameter_of_input: Mapping[int, int]) -> list[int]:
     """The parameters that get a sparse gradient in a joint graph; arguments as for :func:`tag`."""
     found: dict[int, None] = {}
@@ -75,6 +86,7 @@ def partition(
     parameter_of_input: Mapping[int, int],
     *,
     rewrite: bool,
+    saved_fraction: float,
     **kwargs: Any,
 ) -> Partitioned:
     """Split a joint graph so that the backward fetches parameters anew instead of saving them.
@@ -84,6 +96,7 @@ def partition(
         inputs: its inputs.
         parameter_of_input: see :func:`tag`.
         rewrite: run Inductor's joint-graph rewrites first.
+        saved_fraction: of the activations saved by default, what may be saved.
         kwargs: passed on to the partitioner.
     """
     _number_reduces(joint.graph)
@@ -91,7 +104,9 @@ def partition(
         joint = inductor_joint_passes(joint)
     tag(joint.graph, parameter_of_input)
     _recompute_parameters(joint.graph)
-    forward, backward = min_cut_partition(joint, inputs, **kwargs)
+    if saved_fraction < 1:
+        _save_random(joint.graph)
+    forward, backward = min_cut_partition(joint, inputs, saved_fraction=saved_fraction, **kwargs)
     outputs = {n.name: n for n in forward.graph.output_node().all_input_nodes}
     saved = {
         node: outputs[node.name]
@@ -122,6 +137,31 @@ def _recompute_parameters(graph: fx.Graph) -> None:
     above = max(regions, default=0) + 1
     for node in _behind_fetches(graph):
         mark_recompute(node, above)
+
+
+def _save_random(graph: fx.Graph) -> None:
+    """Tag what is drawn at random to be saved, outside of checkpointed regions, which restore the
+    generator's state: below its default budget the partitioner would draw other numbers again.
+    """
+    for node in graph.nodes:
+        if checkpoint_region(node) is None and _is_random(node):
+            for each in (node, *(u for u in node.users if u.target is operator.getitem)):
+                mark_save(each)
+
+
+def _is_random(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    # Attention takes a generator only for its dropout.
+    names = [argument.name for argument in target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    position = names.index("dropout_p")
+    given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(given != 0.0)
 
 
 def _behind_fetches(graph: fx.Graph) -> set[fx.Node]:

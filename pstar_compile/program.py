@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import sympy
@@ -138,10 +138,34 @@ class Program:
         # saved: a backward may come after other forwards, and after an optimizer's step.
         self._witness = _witness(outline.captured)
         self._versions: dict[object, tuple[int, ...]] = {}
-        # Fixed sizes are planned now: what cannot fit is refused at compile time. Others are by the
-        # call that brings them: that one size does not fit must not refuse those that do.
-        if not signature.symbols:
-            self._variant(outline.captured.symbols)
+
+    def missing_bytes(self) -> int:
+        """Bytes of device memory that a step of the traced sizes lacks; 0: it fits, or other limits
+        than the device's memory keep it from fitting.
+        """
+        sizes = self.outline.captured.symbols
+        try:
+            self._plan(sizes)
+        except PlanError as error:
+            given = self._given(sizes)
+            given["limits"] = replace(given["limits"], budget_bytes=None)
+            try:
+                finish(self.outline, **given)
+            except PlanError:
+                return 0
+            return error.needed_bytes - error.available_bytes
+        return 0
+
+    def plan_fixed_sizes(self) -> None:
+        """Plan the step if its sizes are fixed: what cannot fit is refused at compile time. Others
+        are planned by the call that brings them: that one size does not fit must not refuse those
+        that do.
+
+        Raises:
+            PlanError: if the step cannot fit.
+        """
+        if not self._signature.symbols:
+            self._variant(self.outline.captured.symbols)
 
     @property
     def forward(self) -> Callable[[list[Any]], Any]:
@@ -268,28 +292,34 @@ class Program:
 
     def _variant(self, sizes: Mapping[sympy.Symbol, int]) -> _Variant:
         """A plan that holds for these sizes: a known one if it has the room, or a new one."""
-        sizes = {**self.outline.captured.symbols, **sizes}
-        internal = self.compiled.internal(self.outline.segments, lives(self.outline, sizes))
-        need = max(peaks(self.outline, internal, sizes), default=0)
+        try:
+            return self._plan(sizes)
+        except PlanError as error:
+            fixed = self.outline.chunks if self._variants else self.outline.fixed
+            raise explain(error, self.outline, fixed=fixed, **self._given(sizes)) from None
+
+    def _plan(self, sizes: Mapping[sympy.Symbol, int]) -> _Variant:
+        """The same; its error is not explained."""
+        given = self._given(sizes)
+        need = max(peaks(self.outline, given["internal"], given["symbols"]), default=0)
         for variant in self._variants:
             if not variant.retired and need <= variant.live_bytes:
                 return variant
-        limits = self._limits()
-        given: dict[str, Any] = {
+        variant = _Variant(self, finish(self.outline, **given), need)
+        self._variants.append(variant)
+        return variant
+
+    def _given(self, sizes: Mapping[sympy.Symbol, int]) -> dict[str, Any]:
+        """What ``finish`` takes beside the outline."""
+        sizes = {**self.outline.captured.symbols, **sizes}
+        internal = self.compiled.internal(self.outline.segments, lives(self.outline, sizes))
+        return {
             "internal": internal,
             "symbols": sizes,
-            "limits": limits,
+            "limits": self._limits(),
             "choices": self._choices(),
             "rates": self._rates,
         }
-        try:
-            plan = finish(self.outline, **given)
-        except PlanError as error:
-            fixed = self.outline.chunks if self._variants else self.outline.fixed
-            raise explain(error, self.outline, fixed=fixed, **given) from None
-        variant = _Variant(self, plan, need)
-        self._variants.append(variant)
-        return variant
 
     def _bind(self, variant: _Variant, anchors: Sequence[Tensor]) -> BoundPlan:
         parameters = self._resolve([_managed(anchor) for anchor in anchors])

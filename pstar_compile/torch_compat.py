@@ -51,12 +51,26 @@ def aot_compile(
 
 
 def min_cut_partition(
-    joint: fx.GraphModule, inputs: Any, **kwargs: Any
+    joint: fx.GraphModule, inputs: Any, *, saved_fraction: float, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph, saving few bytes. Private: ``torch._functorch.partitioners``."""
+    """Split a joint graph, saving few bytes; ``saved_fraction`` as in :func:`saved_fraction`.
+
+    Private: ``torch._functorch.partitioners``.
+    """
+    import torch._functorch.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    with config.patch(activation_memory_budget=saved_fraction):
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def saved_fraction() -> float:
+    """The fraction of the activations saved by default that the partitioner may save, as the user
+    has set it. Private: ``torch._functorch.config.activation_memory_budget``.
+    """
+    import torch._functorch.config as config
+
+    return float(config.activation_memory_budget)
 
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -225,6 +239,15 @@ def mark_recompute(node: fx.Node, graph_id: int) -> None:
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = graph_id
+
+
+def mark_save(node: fx.Node) -> None:
+    """Make the min-cut partitioner save ``node`` where the backward needs it. Private: as
+    :func:`mark_recompute`.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def checkpoint_region(node: fx.Node) -> int | None:

@@ -50,6 +50,7 @@ def totals_table(plan: StepPlan) -> str:
         rows.insert(
             position + 1, ("  skipped after an unchanged step", format_bytes(plan.carried_bytes))
         )
+    rows += [("note", note) for note in plan.notes]
     return tabulate(rows, tablefmt="plain")
 
 
