@@ -62,14 +62,68 @@ def batches(shape: Shape) -> Callable[[int], tuple[Tensor, Tensor]]:
     )
 
 
-def record(path: str, step: Callable[[], Tensor]) -> None:
-    """Profile two steps in a row, kernels and copies by stream: a trace for Perfetto."""
+def record(path: str | None, step: Callable[[], Tensor]) -> float:
+    """Profile two steps in a row, kernels and copies by stream, as a trace for Perfetto; returns
+    the seconds of one step in which kernels ran.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
         step()
         torch.cuda.synchronize()
-    profile.export_chrome_trace(path)
+    if path is not None:
+        profile.export_chrome_trace(path)
+    kernels = [
+        event.device_time_total
+        for event in profile.events()
+        if event.device_type is torch.autograd.DeviceType.CUDA
+        and not event.name.startswith("Memcpy")
+        and not event.is_user_annotation
+    ]
+    return sum(kernels) / 2e6
+
+
+def bounds(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, plan: pstar.Plan
+) -> dict[str, float]:
+    """Seconds that a step's copies and host updates take by themselves.
+
+    The updates are measured on a few chunks, with gradients that need no cast, and scaled.
+    """
+    parameters = dict(model.named_parameters())
+    chunks = [c for c in plan.chunks if c.home is Home.HOST]
+    if not chunks:
+        return {"h2d_alone_s": 0.0, "d2h_alone_s": 0.0, "update_alone_s": 0.0}
+    size = max(c.nbytes for c in chunks)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size, dtype=torch.uint8, device="cuda")
+    seconds = {}
+    for name, target, source, nbytes in (
+        ("h2d_alone_s", device, host, plan.h2d_bytes),
+        ("d2h_alone_s", host, device, plan.d2h_bytes),
+    ):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(8):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds[name] = (time.perf_counter() - start) * nbytes / (8 * size)
+    del host, device
+    few = chunks[:: max(1, len(chunks) // 4)][:4]
+    members = [parameters[plan.step.parameters[s.parameter].name] for c in few for s in c.content]
+    times = []
+    for _ in range(3):
+        for parameter in members:
+            parameter.grad = torch.zeros_like(parameter)
+        start = time.perf_counter()
+        optimizer.step()
+        for parameter in members:
+            parameter.view(-1)[:1].tolist()  # waits for the update
+        times.append(time.perf_counter() - start)
+        optimizer.zero_grad()
+    total = sum(c.elements for c in chunks)
+    seconds["update_alone_s"] = min(times) * total / sum(p.numel() for p in members)
+    return seconds
 
 
 def train(name: str, arguments: argparse.Namespace) -> None:
@@ -157,8 +211,12 @@ def train(name: str, arguments: argparse.Namespace) -> None:
             "wait_s": round(stats.wait_s, 4),
         }
     print(json.dumps(result), flush=True)
-    if arguments.trace:
-        record(f"{arguments.trace}.{name}.json.gz", lambda: step_once(arguments.steps))
+    if arguments.bounds:
+        path = f"{arguments.trace}.{name}.json.gz" if arguments.trace else None
+        alone = {"compute_alone_s": record(path, lambda: step_once(arguments.steps))}
+        if arguments.trainer == "ours":
+            alone |= bounds(model, optimizer, plan)
+        print(json.dumps({"model": name, **{k: round(v, 4) for k, v in alone.items()}}), flush=True)
 
 
 def main() -> None:
@@ -169,7 +227,8 @@ def main() -> None:
     parser.add_argument("--update", choices=("step", "backward"), default="backward")
     parser.add_argument("--device-memory")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--trace", help="write a trace of two steps to TRACE.MODEL.json.gz")
+    parser.add_argument("--bounds", action="store_true", help="time the parts of a step alone")
+    parser.add_argument("--trace", help="with --bounds: write a trace to TRACE.MODEL.json.gz")
     parser.add_argument("--here", action="store_true", help="in this process")
     arguments = parser.parse_args()
     if arguments.here:

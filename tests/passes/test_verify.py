@@ -6,7 +6,7 @@ Each mutation yields all broken variants of a plan, with the problem that must b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -25,11 +25,9 @@ from passes.plan import (
     VerificationError,
 )
 from passes.verify import verify
+from tests.passes.broken import Broken, Mutation, changed, moved, of_kind, with_actions, without
 from tests.passes.plans import UNIT, Step, a_chunk, leaving, moments_of, palindrome, planned
 from tests.passes.plans import units as chunks_of_units
-
-Broken = Iterator[tuple[StepPlan, str]]
-Mutation = Callable[[StepPlan], Broken]
 
 
 def _two_parameters(index: int, first: int, second: int) -> Chunk:
@@ -127,50 +125,11 @@ def test_valid_plans_pass(name: str) -> None:
     verify(PLANS[name])
 
 
-def _with(plan: StepPlan, actions: Sequence[Action], **changes: object) -> StepPlan:
-    """The plan with other actions; numbers and events follow the old numbers to the new places."""
-    number = {action.index: position for position, action in enumerate(actions)}
-    renumbered = tuple(
-        replace(
-            action,
-            index=position,
-            after=tuple(number[a] for a in action.after if a in number),
-        )
-        for position, action in enumerate(actions)
-    )
-    return replace(plan, schedule=replace(plan.schedule, actions=renumbered, **changes))
-
-
-def _changed(plan: StepPlan, at: int, /, **changes: object) -> StepPlan:
-    """The plan with one action changed where it is."""
-    actions = list(plan.schedule.actions)
-    actions[at] = replace(actions[at], **changes)  # type: ignore[arg-type]
-    return replace(plan, schedule=replace(plan.schedule, actions=tuple(actions)))
-
-
-def _without(plan: StepPlan, index: int) -> StepPlan:
-    return _with(plan, [a for a in plan.schedule.actions if a.index != index])
-
-
-def _moved(plan: StepPlan, index: int, before: int) -> StepPlan:
-    """The plan with an action moved to right before another."""
-    actions = list(plan.schedule.actions)
-    action = actions[index]
-    target = actions[before]
-    actions.remove(action)
-    actions.insert(actions.index(target), replace(action, moment=target.moment))
-    return _with(plan, actions)
-
-
-def _of(plan: StepPlan, *kinds: Kind) -> list[Action]:
-    return [a for a in plan.schedule.actions if a.kind in kinds]
-
-
 def _placeless(plan: StepPlan, kind: Kind) -> list[Action]:
     """The reduces or offloads of gradients that leave from where they were computed."""
     return [
         a
-        for a in _of(plan, kind)
+        for a in of_kind(plan, kind)
         if a.offset is None and a.chunk is not None and plan.chunks[a.chunk].home is Home.HOST
     ]
 
@@ -209,34 +168,34 @@ def _there(plan: StepPlan, index: int) -> Iterator[tuple[str, int, int]]:
 
 
 def drop_a_wait(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.WAIT):
-        yield _without(plan, action.index), rf"reads chunk {action.chunk} without waiting for it"
+    for action in of_kind(plan, Kind.WAIT):
+        yield without(plan, action.index), rf"reads chunk {action.chunk} without waiting for it"
 
 
 def _waited_for(plan: StepPlan) -> list[Action]:
     """All fetches but those for the next step."""
-    awaited = {before for action in _of(plan, Kind.WAIT) for before in action.after}
-    return [a for a in _of(plan, Kind.FETCH) if a.index in awaited]
+    awaited = {before for action in of_kind(plan, Kind.WAIT) for before in action.after}
+    return [a for a in of_kind(plan, Kind.FETCH) if a.index in awaited]
 
 
 def drop_a_fetch(plan: StepPlan) -> Broken:
     for action in _waited_for(plan):
-        yield _without(plan, action.index), rf"reads chunk {action.chunk}, which is not resident"
+        yield without(plan, action.index), rf"reads chunk {action.chunk}, which is not resident"
 
 
 def drop_a_fetch_for_the_next_step(plan: StepPlan) -> Broken:
     awaited = _waited_for(plan)
-    for action in _of(plan, Kind.FETCH):
+    for action in of_kind(plan, Kind.FETCH):
         if action not in awaited:
             yield (
-                _without(plan, action.index),
+                without(plan, action.index),
                 rf"carried chunk {action.chunk} does not end where its first fetch puts it",
             )
 
 
 def fetch_for_the_next_step_without_carrying(plan: StepPlan) -> Broken:
     awaited = _waited_for(plan)
-    for action in _of(plan, Kind.FETCH):
+    for action in of_kind(plan, Kind.FETCH):
         if action not in awaited:
             carried = tuple(c for c in plan.schedule.carried if c != action.chunk)
             yield (
@@ -248,68 +207,68 @@ def fetch_for_the_next_step_without_carrying(plan: StepPlan) -> Broken:
 def wait_without_a_fetch(plan: StepPlan) -> Broken:
     for action in _waited_for(plan):
         yield (
-            _without(plan, action.index),
+            without(plan, action.index),
             rf"\(wait chunk {action.chunk}\) waits for a chunk that is not resident",
         )
 
 
 def release_twice(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.RELEASE):
+    for action in of_kind(plan, Kind.RELEASE):
         actions = list(plan.schedule.actions)
         actions.insert(action.index + 1, replace(action, index=len(actions)))
         yield (
-            _with(plan, actions),
+            with_actions(plan, actions),
             rf"action {action.index + 1} \(release chunk {action.chunk}\) releases a chunk that "
             "is not resident",
         )
 
 
 def drop_a_release(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.RELEASE):
+    for action in of_kind(plan, Kind.RELEASE):
         yield (
-            _without(plan, action.index),
+            without(plan, action.index),
             rf"chunk {action.chunk} is still resident at the end"
             rf"|fetch chunk {action.chunk}\) fetches a chunk that is resident",
         )
 
 
 def release_before_the_last_use(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.RELEASE):
+    for action in of_kind(plan, Kind.RELEASE):
         use = max(
             a.index
-            for a in _of(plan, Kind.COMPUTE)
+            for a in of_kind(plan, Kind.COMPUTE)
             if a.index < action.index and action.chunk in plan.moments[a.moment].needs
         )
         moment = plan.schedule.actions[use].moment
         yield (
-            _moved(plan, action.index, use),
+            moved(plan, action.index, use),
             rf"moment {moment} reads chunk {action.chunk}, which is not resident",
         )
 
 
 def swap_a_wait_and_its_compute(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.COMPUTE):
+    for action in of_kind(plan, Kind.COMPUTE):
         before = plan.schedule.actions[action.index - 1]
         if before.kind is Kind.WAIT:
             yield (
-                _moved(plan, action.index, before.index),
+                moved(plan, action.index, before.index),
                 rf"moment {action.moment} reads chunk {before.chunk} without waiting",
             )
 
 
 def swap_a_fetch_and_its_wait(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.WAIT):
+    for action in of_kind(plan, Kind.WAIT):
         (fetch,) = action.after
-        yield _moved(plan, action.index, fetch), r"\(wait\) waits for action \d+, which is not be"
+        yield moved(plan, action.index, fetch), r"\(wait\) waits for action \d+, which is not be"
 
 
 def wait_for_another_fetch(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.WAIT):
+    for action in of_kind(plan, Kind.WAIT):
         (fetch,) = action.after
-        for other in _of(plan, Kind.FETCH):
+        for other in of_kind(plan, Kind.FETCH):
             if other.index < action.index and other.index != fetch:
                 yield (
-                    _changed(plan, action.index, after=(other.index,)),
+                    changed(plan, action.index, after=(other.index,)),
                     rf"action {action.index} \(wait chunk {action.chunk}\) does not wait for the "
                     rf"chunk's fetch {fetch}",
                 )
@@ -344,21 +303,24 @@ def fetch_what_nobody_reads(plan: StepPlan) -> Broken:
 
 
 def fetch_what_is_resident(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.FETCH):
+    for action in of_kind(plan, Kind.FETCH):
         again = replace(action, index=len(plan.schedule.actions), after=())
         actions = list(plan.schedule.actions)
         actions.insert(action.index + 1, again)
-        yield _with(plan, actions), rf"fetch chunk {action.chunk}\) fetches a chunk that is resid"
+        yield (
+            with_actions(plan, actions),
+            rf"fetch chunk {action.chunk}\) fetches a chunk that is resid",
+        )
 
 
 def fetch_on_top_of_something(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.FETCH):
+    for action in of_kind(plan, Kind.FETCH):
         for what, offset, chunk in _there(plan, action.index):
             if not action.nbytes or offset + action.nbytes > plan.schedule.arena_bytes:
                 continue
             own = chunk == action.chunk
             yield (
-                _changed(plan, action.index, offset=offset),
+                changed(plan, action.index, offset=offset),
                 r"overlaps the chunk's own gradient"
                 if own
                 else rf"action {action.index} \(fetch chunk {action.chunk}\) overlaps {what}",
@@ -367,29 +329,29 @@ def fetch_on_top_of_something(plan: StepPlan) -> Broken:
 
 def _first(plan: StepPlan, reduce: Action) -> bool:
     """Whether it is the first contribution to its gradient."""
-    return next(a for a in _of(plan, Kind.REDUCE) if a.chunk == reduce.chunk) is reduce
+    return next(a for a in of_kind(plan, Kind.REDUCE) if a.chunk == reduce.chunk) is reduce
 
 
 def reduce_on_top_of_something(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.REDUCE):
+    for action in of_kind(plan, Kind.REDUCE):
         if action.offset is None or not action.nbytes or not _first(plan, action):
             continue
         for what, offset, _ in _there(plan, action.index):
             if offset + action.nbytes <= plan.schedule.arena_bytes:
                 yield (
-                    _changed(plan, action.index, offset=offset),
+                    changed(plan, action.index, offset=offset),
                     rf"action {action.index} \(reduce chunk {action.chunk}\) overlaps {what}",
                 )
 
 
 def reduce_to_another_place(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.REDUCE):
+    for action in of_kind(plan, Kind.REDUCE):
         if action.offset is None or not action.nbytes or _first(plan, action):
             continue
         for offset in range(0, plan.schedule.arena_bytes - action.nbytes + 1, ALIGNMENT):
             if offset != action.offset:
                 yield (
-                    _changed(plan, action.index, offset=offset),
+                    changed(plan, action.index, offset=offset),
                     rf"action {action.index} \(reduce chunk {action.chunk}\) is not where the "
                     "gradient's earlier contributions are",
                 )
@@ -399,14 +361,14 @@ def reduce_to_another_place(plan: StepPlan) -> Broken:
 
 
 def _drop_edges(plan: StepPlan, kind: Kind, source: Kind) -> Broken:
-    for action in _of(plan, kind):
+    for action in of_kind(plan, kind):
         for before in action.after:
             if plan.schedule.actions[before].kind is source:
                 after = tuple(a for a in action.after if a != before)
                 access = "read" if kind is Kind.OFFLOAD else "write"
                 if action.nbytes and action.offset is not None:
                     yield (
-                        _changed(plan, action.index, after=after),
+                        changed(plan, action.index, after=after),
                         rf"race: the {access} of action {action.index} \({kind} chunk "
                         rf"{action.chunk}\) is not ordered behind action {before} \({source} ",
                     )
@@ -429,16 +391,16 @@ def offload_before_the_reduce_is_complete(plan: StepPlan) -> Broken:
 
 
 def wait_for_nothing(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.WAIT):
-        yield _changed(plan, action.index, after=()), r"does not wait for the chunk's fetch"
+    for action in of_kind(plan, Kind.WAIT):
+        yield changed(plan, action.index, after=()), r"does not wait for the chunk's fetch"
 
 
 def wait_for_what_comes_later(plan: StepPlan) -> Broken:
     count = len(plan.schedule.actions)
-    for action in _of(plan, Kind.FETCH, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.FETCH, Kind.OFFLOAD):
         for later in (action.index, count - 1, count):
             yield (
-                _changed(plan, action.index, after=(later,)),
+                changed(plan, action.index, after=(later,)),
                 rf"action {action.index} \({action.kind}\) waits for action {later}, which is not",
             )
 
@@ -447,44 +409,44 @@ def wait_for_what_comes_later(plan: StepPlan) -> Broken:
 
 
 def double_an_offload(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.OFFLOAD):
         again = replace(action, index=len(plan.schedule.actions))
         actions = list(plan.schedule.actions)
         actions.insert(action.index + 1, again)
-        yield _with(plan, actions), rf"gradient of chunk {action.chunk} is offloaded 2 times"
+        yield with_actions(plan, actions), rf"gradient of chunk {action.chunk} is offloaded 2 times"
 
 
 def drop_an_offload(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.OFFLOAD):
         yield (
-            _without(plan, action.index),
+            without(plan, action.index),
             rf"gradient of chunk {action.chunk} is offloaded 0 times",
         )
 
 
 def drop_a_reduce(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.REDUCE):
+    for action in of_kind(plan, Kind.REDUCE):
         yield (
-            _without(plan, action.index),
+            without(plan, action.index),
             rf"gradient of chunk {action.chunk} is reduced 0 times at moment {action.moment}",
         )
 
 
 def double_a_reduce(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.REDUCE):
+    for action in of_kind(plan, Kind.REDUCE):
         actions = list(plan.schedule.actions)
         actions.insert(action.index, replace(action, index=len(actions)))
         yield (
-            _with(plan, actions),
+            with_actions(plan, actions),
             rf"gradient of chunk {action.chunk} is reduced 2 times at moment {action.moment}",
         )
 
 
 def reduce_before_the_compute(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.REDUCE):
-        compute = next(a for a in _of(plan, Kind.COMPUTE) if a.moment == action.moment)
+    for action in of_kind(plan, Kind.REDUCE):
+        compute = next(a for a in of_kind(plan, Kind.COMPUTE) if a.moment == action.moment)
         yield (
-            _moved(plan, action.index, compute.index),
+            moved(plan, action.index, compute.index),
             rf"reduces before moment {action.moment} is computed",
         )
 
@@ -500,24 +462,27 @@ def reduce_what_has_no_gradient(plan: StepPlan) -> Broken:
 
 
 def offload_before_the_last_reduce(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.OFFLOAD):
-        reduces = [a for a in _of(plan, Kind.REDUCE) if a.chunk == action.chunk]
+    for action in of_kind(plan, Kind.OFFLOAD):
+        reduces = [a for a in of_kind(plan, Kind.REDUCE) if a.chunk == action.chunk]
         if len(reduces) > 1:
             first = reduces[0]
             actions = [a for a in plan.schedule.actions if a is not action]
             early = replace(action, moment=first.moment, after=(first.index,))
             actions.insert(actions.index(first) + 1, early)
-            yield _with(plan, actions), rf"\(offload chunk {action.chunk}\) comes before the chunk"
+            yield (
+                with_actions(plan, actions),
+                rf"\(offload chunk {action.chunk}\) comes before the chunk",
+            )
 
 
 def offload_other_bytes(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.OFFLOAD):
         assert action.chunk is not None
         nbytes = plan.chunks[action.chunk].nbytes
         for offset in range(0, plan.schedule.arena_bytes - nbytes + 1, ALIGNMENT):
             if offset != action.offset:
                 yield (
-                    _changed(plan, action.index, offset=offset, nbytes=nbytes),
+                    changed(plan, action.index, offset=offset, nbytes=nbytes),
                     rf"action {action.index} \(offload chunk {action.chunk}\) offloads bytes that "
                     "hold no gradient of it",
                 )
@@ -540,18 +505,18 @@ def _held(plan: StepPlan) -> Iterator[tuple[int, dict[int, int]]]:
 
 
 def drop_a_discard(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.DISCARD):
+    for action in of_kind(plan, Kind.DISCARD):
         yield (
-            _without(plan, action.index),
+            without(plan, action.index),
             rf"\(offload chunk {action.chunk}\) comes while the chunk's earlier gradient is still",
         )
 
 
 def discard_before_the_offload(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.DISCARD):
+    for action in of_kind(plan, Kind.DISCARD):
         for before in action.after:
             yield (
-                _moved(plan, action.index, before),
+                moved(plan, action.index, before),
                 r"\(discard\) waits for action \d+, which is not before it",
             )
 
@@ -559,40 +524,40 @@ def discard_before_the_offload(plan: StepPlan) -> Broken:
 def discard_in_the_step_after(plan: StepPlan) -> Broken:
     """A discard right before the offload is of the step before: the gradient is always held."""
     full = [str(m.index) for m in plan.moments if m.live_bytes == _most_live(plan)]
-    for action in _of(plan, Kind.DISCARD):
+    for action in of_kind(plan, Kind.DISCARD):
         for before in action.after:
             if plan.schedule.actions[before].nbytes:
                 yield (
-                    _moved(_changed(plan, action.index, after=()), action.index, before),
+                    moved(changed(plan, action.index, after=()), action.index, before),
                     rf"moment ({'|'.join(full)}) holds \d+ bytes of gradients beside",
                 )
 
 
 def discard_without_waiting(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.DISCARD):
+    for action in of_kind(plan, Kind.DISCARD):
         if action.after:
             wanted = (
                 rf"action {action.index} \(discard chunk {action.chunk}\) does not wait for the"
             )
-            yield _changed(plan, action.index, after=()), wanted
-            for other in _of(plan, Kind.OFFLOAD):
+            yield changed(plan, action.index, after=()), wanted
+            for other in of_kind(plan, Kind.OFFLOAD):
                 if other.index < action.index and other.index not in action.after:
-                    yield _changed(plan, action.index, after=(other.index,)), wanted
+                    yield changed(plan, action.index, after=(other.index,)), wanted
 
 
 def discard_twice(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.DISCARD):
+    for action in of_kind(plan, Kind.DISCARD):
         actions = list(plan.schedule.actions)
         actions.insert(action.index + 1, replace(action, index=len(actions)))
         yield (
-            _with(plan, actions),
+            with_actions(plan, actions),
             rf"action {action.index + 1} \(discard chunk {action.chunk}\) discards a gradient that "
             "is not held",
         )
 
 
 def discard_what_has_a_place(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.OFFLOAD):
         if action.offset is not None:
             actions = list(plan.schedule.actions)
             discard = replace(
@@ -605,7 +570,7 @@ def discard_what_has_a_place(plan: StepPlan) -> Broken:
             )
             actions.insert(action.index + 1, discard)
             yield (
-                _with(plan, actions),
+                with_actions(plan, actions),
                 rf"action {action.index + 1} \(discard chunk {action.chunk}\) discards a gradient "
                 "that is not held",
             )
@@ -614,7 +579,7 @@ def discard_what_has_a_place(plan: StepPlan) -> Broken:
 def offload_without_a_reduce(plan: StepPlan) -> Broken:
     for action in _placeless(plan, Kind.REDUCE):
         yield (
-            _without(plan, action.index),
+            without(plan, action.index),
             rf"\(offload chunk {action.chunk}\) does not wait for a reduce that left the gradient",
         )
 
@@ -625,17 +590,17 @@ def offload_directly_behind_something_else(plan: StepPlan) -> Broken:
             rf"action {action.index} \(offload chunk {action.chunk}\) does not wait for a reduce "
             "that left the gradient"
         )
-        yield _changed(plan, action.index, after=()), wanted
-        for other in _of(plan, Kind.REDUCE, Kind.COMPUTE):
+        yield changed(plan, action.index, after=()), wanted
+        for other in of_kind(plan, Kind.REDUCE, Kind.COMPUTE):
             if other.index < action.index and other.index not in action.after:
-                yield _changed(plan, action.index, after=(other.index,)), wanted
+                yield changed(plan, action.index, after=(other.index,)), wanted
 
 
 def offload_directly_before_the_reduce(plan: StepPlan) -> Broken:
     for action in _placeless(plan, Kind.OFFLOAD):
         (reduce,) = action.after
         yield (
-            _moved(plan, action.index, reduce),
+            moved(plan, action.index, reduce),
             r"\(offload\) waits for action \d+, which is not before it",
         )
 
@@ -644,7 +609,7 @@ def reduce_other_bytes_directly(plan: StepPlan) -> Broken:
     for action in _placeless(plan, Kind.REDUCE):
         for nbytes in (action.nbytes - 1, action.nbytes + 1):
             yield (
-                _changed(plan, action.index, nbytes=nbytes),
+                changed(plan, action.index, nbytes=nbytes),
                 rf"action {action.index} \(reduce chunk {action.chunk}\) has {nbytes} bytes of a "
                 rf"gradient of {action.nbytes}",
             )
@@ -654,7 +619,7 @@ def offload_other_bytes_directly(plan: StepPlan) -> Broken:
     for action in _placeless(plan, Kind.OFFLOAD):
         for nbytes in (action.nbytes - 1, action.nbytes + 1):
             yield (
-                _changed(plan, action.index, nbytes=nbytes),
+                changed(plan, action.index, nbytes=nbytes),
                 rf"action {action.index} \(offload chunk {action.chunk}\) does not move the whole",
             )
 
@@ -698,16 +663,16 @@ def hold_beside_too_much(plan: StepPlan) -> Broken:
 def hold_for_longer(plan: StepPlan) -> Broken:
     """A late discard moved behind the first compute beside which there is no room for it."""
     held = dict(_held(plan))
-    for action in _of(plan, Kind.DISCARD):
+    for action in of_kind(plan, Kind.DISCARD):
         if action.after:
             continue
-        size = next(a.nbytes for a in _of(plan, Kind.OFFLOAD) if a.chunk == action.chunk)
-        for compute in _of(plan, Kind.COMPUTE):
+        size = next(a.nbytes for a in of_kind(plan, Kind.OFFLOAD) if a.chunk == action.chunk)
+        for compute in of_kind(plan, Kind.COMPUTE):
             moment = plan.moments[compute.moment]
             room = _most_live(plan) - moment.live_bytes - sum(held[moment.index].values())
             if compute.index > action.index and room < size:
                 yield (
-                    _moved(plan, action.index, compute.index + 1),
+                    moved(plan, action.index, compute.index + 1),
                     rf"moment {moment.index} holds \d+ bytes of gradients beside",
                 )
                 break
@@ -718,7 +683,7 @@ def offload_again_while_it_is_held(plan: StepPlan) -> Broken:
         actions = list(plan.schedule.actions)
         actions.insert(action.index + 1, replace(action, index=len(actions)))
         yield (
-            _with(plan, actions),
+            with_actions(plan, actions),
             rf"action {action.index + 1} \(offload chunk {action.chunk}\) comes while the chunk's "
             "earlier gradient is still held",
         )
@@ -728,27 +693,27 @@ def offload_again_while_it_is_held(plan: StepPlan) -> Broken:
 
 
 def unaligned_offset(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
         if action.offset is not None:
             at = action.offset + 8
             yield (
-                _changed(plan, action.index, offset=at),
+                changed(plan, action.index, offset=at),
                 rf"action {action.index} .*is at byte {at}, not a multiple of {ALIGNMENT}",
             )
 
 
 def offset_outside_the_arena(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
         if action.offset is not None and action.nbytes:
             for offset in (-ALIGNMENT, 100 * ALIGNMENT):
                 yield (
-                    _changed(plan, action.index, offset=offset),
+                    changed(plan, action.index, offset=offset),
                     rf"action {action.index} .*ends at byte {offset + action.nbytes} of an arena",
                 )
 
 
 def no_offset(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
         if action.offset is None:
             continue
         what = rf"action {action.index} \({action.kind} chunk {action.chunk}\)"
@@ -763,7 +728,7 @@ def no_offset(plan: StepPlan) -> Broken:
             )
         elif action.kind is Kind.REDUCE:
             problem = rf"{what} has no place, but moment {action.moment} is not all of its gradient"
-        yield _changed(plan, action.index, offset=None), problem
+        yield changed(plan, action.index, offset=None), problem
 
 
 def shrink_the_arena(plan: StepPlan) -> Broken:
@@ -773,10 +738,10 @@ def shrink_the_arena(plan: StepPlan) -> Broken:
 
 
 def wrong_nbytes(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
+    for action in of_kind(plan, Kind.FETCH, Kind.REDUCE, Kind.OFFLOAD):
         if action.nbytes and action.offset is not None:
             yield (
-                _changed(plan, action.index, nbytes=action.nbytes - 1),
+                changed(plan, action.index, nbytes=action.nbytes - 1),
                 rf"action {action.index} .*moves {action.nbytes - 1} bytes of {action.nbytes}",
             )
 
@@ -810,23 +775,26 @@ def arena_above_its_limit(plan: StepPlan) -> Broken:
 
 
 def compute_twice(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.COMPUTE):
+    for action in of_kind(plan, Kind.COMPUTE):
         actions = list(plan.schedule.actions)
         actions.insert(action.index + 1, replace(action, index=len(actions)))
-        yield _with(plan, actions), rf"moments are computed as .*\b{action.moment}, {action.moment}"
+        yield (
+            with_actions(plan, actions),
+            rf"moments are computed as .*\b{action.moment}, {action.moment}",
+        )
 
 
 def drop_a_compute(plan: StepPlan) -> Broken:
-    for action in _of(plan, Kind.COMPUTE):
-        yield _without(plan, action.index), r"moments are computed as .*, not each once in order"
+    for action in of_kind(plan, Kind.COMPUTE):
+        yield without(plan, action.index), r"moments are computed as .*, not each once in order"
 
 
 def compute_in_another_order(plan: StepPlan) -> Broken:
-    computes = _of(plan, Kind.COMPUTE)
+    computes = of_kind(plan, Kind.COMPUTE)
     for one, next_one in pairwise(computes):
-        swapped = _changed(plan, one.index, moment=next_one.moment)
+        swapped = changed(plan, one.index, moment=next_one.moment)
         yield (
-            _changed(swapped, next_one.index, moment=one.moment),
+            changed(swapped, next_one.index, moment=one.moment),
             rf"moments are computed as .*\b{next_one.moment}, {one.moment}\b",
         )
 
@@ -837,7 +805,7 @@ def issue_at_an_earlier_moment(plan: StepPlan) -> Broken:
             before = plan.schedule.actions[action.index - 1].moment
             if before > 0:
                 yield (
-                    _changed(plan, action.index, moment=before - 1),
+                    changed(plan, action.index, moment=before - 1),
                     rf"action {action.index} \({action.kind}\) is issued at moment {before - 1}, "
                     rf"after moment {before}",
                 )
@@ -847,7 +815,7 @@ def issue_at_no_moment(plan: StepPlan) -> Broken:
     count = len(plan.moments)
     for action in plan.schedule.actions:
         yield (
-            _changed(plan, action.index, moment=count),
+            changed(plan, action.index, moment=count),
             rf"action {action.index} \({action.kind}\) names moment {count}, which does not exist",
         )
 
@@ -876,7 +844,7 @@ def forward_behind_backward(plan: StepPlan) -> Broken:
 def wrong_index(plan: StepPlan) -> Broken:
     for action in plan.schedule.actions:
         yield (
-            _changed(plan, action.index, index=action.index + 1),
+            changed(plan, action.index, index=action.index + 1),
             rf"action {action.index} \({action.kind}\) has index {action.index + 1}",
         )
 
@@ -887,7 +855,7 @@ def name_a_chunk_that_does_not_exist(plan: StepPlan) -> Broken:
         if action.chunk is not None:
             for chunk in (None, -1, count):
                 yield (
-                    _changed(plan, action.index, chunk=chunk),
+                    changed(plan, action.index, chunk=chunk),
                     rf"action {action.index} \({action.kind}\) names chunk {chunk}, which does not",
                 )
     moments = list(plan.moments)
@@ -919,9 +887,9 @@ def leave_without_carrying(plan: StepPlan) -> Broken:
 
 def carry_to_another_place(plan: StepPlan) -> Broken:
     for chunk in plan.schedule.carried:
-        fetches = [a for a in _of(plan, Kind.FETCH) if a.chunk == chunk]
+        fetches = [a for a in of_kind(plan, Kind.FETCH) if a.chunk == chunk]
         if len(fetches) > 1:
-            moved = _changed(plan, fetches[0].index, offset=plan.schedule.arena_bytes)
+            moved = changed(plan, fetches[0].index, offset=plan.schedule.arena_bytes)
             arena = plan.schedule.arena_bytes + fetches[0].nbytes
             yield (
                 replace(
@@ -939,14 +907,14 @@ def carry_where_others_lie_first(plan: StepPlan) -> Broken:
     last = plan.schedule.actions[-1]
     if last.kind is not Kind.RELEASE or plan.schedule.carried:
         return
-    fetches = [a for a in _of(plan, Kind.FETCH) if a.chunk == last.chunk]
+    fetches = [a for a in of_kind(plan, Kind.FETCH) if a.chunk == last.chunk]
     users = [
         a
-        for a in _of(plan, Kind.FETCH, Kind.REDUCE)
+        for a in of_kind(plan, Kind.FETCH, Kind.REDUCE)
         if a.index < fetches[0].index and a.offset == fetches[0].offset and a.nbytes
     ]
     if users and len(fetches) == 1:
-        kept = _without(plan, last.index)
+        kept = without(plan, last.index)
         yield (
             replace(kept, schedule=replace(kept.schedule, carried=(last.chunk,))),
             rf"action {users[0].index} .*overlaps carried chunk {last.chunk}",
@@ -1045,7 +1013,7 @@ def wrong_chunk_index(plan: StepPlan) -> Broken:
 
 def move_a_chunk_of_the_device(plan: StepPlan) -> Broken:
     unlimited = replace(plan, budget_bytes=None)
-    for action in _of(plan, Kind.FETCH, Kind.OFFLOAD, Kind.WAIT, Kind.RELEASE, Kind.DISCARD):
+    for action in of_kind(plan, Kind.FETCH, Kind.OFFLOAD, Kind.WAIT, Kind.RELEASE, Kind.DISCARD):
         assert action.chunk is not None
         chunk = plan.chunks[action.chunk]
         # Nothing else of the chunk is left that could be found instead.
@@ -1055,7 +1023,7 @@ def move_a_chunk_of_the_device(plan: StepPlan) -> Broken:
             if a.chunk != chunk.index or a.kind is Kind.REDUCE or a is action
         ]
         yield (
-            _with_chunk(_with(unlimited, others), replace(chunk, home=Home.DEVICE)),
+            _with_chunk(with_actions(unlimited, others), replace(chunk, home=Home.DEVICE)),
             rf"\({action.kind} chunk {chunk.index}\) moves a chunk whose home is the device",
         )
 
@@ -1153,7 +1121,7 @@ def test_every_broken_plan_is_found(mutation: Mutation) -> None:
 
 def test_all_problems_are_listed() -> None:
     plan = PLANS["palindrome"]
-    twice = _changed(_changed(plan, 0, offset=8), len(plan.schedule.actions) - 1, offset=8)
+    twice = changed(changed(plan, 0, offset=8), len(plan.schedule.actions) - 1, offset=8)
     with pytest.raises(VerificationError) as caught:
         verify(twice)
     assert len(caught.value.problems) == 2
