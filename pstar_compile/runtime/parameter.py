@@ -132,6 +132,14 @@ class ManagedParameter:
         if self.anchor.requires_grad == self.master.requires_grad:
             return False
         self.anchor.requires_grad_(self.master.requires_grad)
+        for reference, attribute in self.places:
+            module = reference()
+            if module is not None:
+                # Dynamo may take a module whose dicts nobody has written since its last look for
+                # one whose tensors are as they were (seen on torch 2.11).
+                anchors: dict[str, Any] = module.__dict__["_pstar_anchors"]
+                anchors[attribute] = None
+                anchors[attribute] = self.anchor
         return True
 
     def check_identity(self) -> None:
