@@ -5,7 +5,9 @@ keep more first; ``arrange`` simulates them and takes the quickest. Model states
 What can be given up costs time instead: compute copies, because a fetch then copies the masters,
 which are larger, and casts them on the device; and, where chunks are updated in the backward,
 memory for all gradients at once, because an offload then waits for an earlier update.
-A no-op without a limit, or when everything can be kept.
+
+Compute copies cost time, too, where the host updates chunks: it casts gradients before and masters
+behind each update. So one more way is to let the device cast both, and more bytes move.
 
 Before (room for the states and one of two compute copies)::
 
@@ -58,12 +60,17 @@ def keep(
     """
     everything = Kept(chunks=tuple(chunks), gradient_slots=None)
     limit = limits.host_bytes
-    if limit is None or _nbytes(everything, moments, limits.states) <= limit:
-        yield everything
-        return
     slots: list[int | None] = [None]
     if choices.update == "backward":
         slots += _SLOTS
+    cast_free = None
+    if choices.update is not None:
+        cast_free = _cast_free(everything, moments, limits, slots)
+    if limit is None or _nbytes(everything, moments, limits.states) <= limit:
+        yield everything
+        if cast_free is not None:
+            yield cast_free
+        return
     least: int | None = None
     fits = False
     for count in slots:
@@ -72,7 +79,9 @@ def keep(
         if kept is not None:
             fits = True
             yield kept
-    if not fits:
+    if cast_free is not None:
+        yield cast_free
+    elif not fits:
         assert least is not None
         raise PlanError(
             f"model states and gradients need {least} bytes of host memory, and there are {limit}",
@@ -80,6 +89,35 @@ def keep(
             needed_bytes=least,
             available_bytes=limit,
         )
+
+
+def _cast_free(
+    kept: Kept, moments: Sequence[Moment], limits: Limits, slots: Sequence[int | None]
+) -> Kept | None:
+    """Let the device cast masters and gradients, if anything is cast and the host has the room;
+    with as many gradients waiting as it has room for.
+    """
+    reduced = {c for m in moments for c in m.reduces}
+    chunks = []
+    for chunk in kept.chunks:
+        slim = _masters_only(chunk, limits.states) if chunk.index in reduced else chunk
+        chunks.append(replace(slim, wide=True) if slim.masters and _uniform(slim) else chunk)
+    if not any(chunk.wide for chunk in chunks):
+        return None
+    for count in (slots[0], *reversed(slots[1:])):
+        found = Kept(chunks=tuple(chunks), gradient_slots=count)
+        limit = limits.host_bytes
+        if limit is None or _nbytes(found, moments, limits.states) <= limit:
+            return found
+    return None
+
+
+def _uniform(chunk: Chunk) -> bool:
+    """Whether all masters are wider than their compute copies by the same factor."""
+    pairs = zip(chunk.masters, chunk.content, strict=True)
+    return len({m.nbytes / s.nbytes for m, s in pairs if s.nbytes}) == 1 and all(
+        s.nbytes for s in chunk.content
+    )
 
 
 def _without_copies(
@@ -119,7 +157,7 @@ def _nbytes(kept: Kept, moments: Sequence[Moment], states: States) -> int:
     """Host bytes of the model states, with what an unknown optimizer may take."""
     reduced = {c for m in moments for c in m.reduces}
     at_home = [c for c in kept.chunks if c.home is Home.HOST]
-    gradients = [c.nbytes for c in at_home if c.index in reduced]
+    gradients = [c.gradient_bytes for c in at_home if c.index in reduced]
     return sum(c.host_bytes + states.room_of(c) for c in at_home) + gradient_bytes(
         gradients, kept.gradient_slots
     )

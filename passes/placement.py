@@ -55,6 +55,7 @@ class States:
             home=home or chunk.home,
             # What the host keeps is decided anew by each plan.
             masters=(),
+            wide=False,
             state_bytes=sum(self.nbytes[p] for p in members),
             cast_bytes=sum(s.nbytes for s in chunk.content if self.cast[s.parameter]),
         )

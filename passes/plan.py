@@ -6,7 +6,7 @@ a plan is made (see ``liveness``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +15,10 @@ import torch
 ALIGNMENT = 256
 """Bytes at which parameters start inside a chunk, and chunks inside the arena: Inductor copies
 misaligned inputs, and CPU matmuls round differently on them."""
+
+CAST_BYTES = 64 * 1024**2
+"""Bytes of device memory in which a gradient that leaves in the masters' dtype is cast, piece by
+piece."""
 
 
 def align(nbytes: int) -> int:
@@ -103,7 +107,8 @@ class Chunk:
     the masters, where compute copies are casts of them, and the optimizer's states; ``cast_bytes``
     the compute copies that are casts. ``masters`` is empty where a fetch copies compute copies from
     the host; else it is the layout of the masters in the host's buffer: a fetch copies those, and
-    casts them on the device, so that the host needs no compute copies.
+    casts them on the device, so that the host needs no compute copies. If ``wide``, gradients are
+    cast to the masters' dtype before they leave the device, so that the host casts nothing at all.
     """
 
     index: int
@@ -115,6 +120,7 @@ class Chunk:
     state_bytes: int = 0
     cast_bytes: int = 0
     masters: tuple[Slot, ...] = ()
+    wide: bool = False
 
     @property
     def device_bytes(self) -> int:
@@ -137,6 +143,24 @@ class Chunk:
     def fetch_bytes(self) -> int:
         """Bytes that a fetch copies from the host."""
         return self.staged_bytes or self.nbytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of host memory that the chunk's gradient takes."""
+        return self.staged_bytes if self.wide else self.nbytes
+
+    @property
+    def casting_bytes(self) -> int:
+        """Bytes of device memory in which the gradient is cast before it leaves."""
+        largest = max((s.nbytes for s in self.masters), default=0)
+        return min(largest, CAST_BYTES) if self.wide else 0
+
+    @property
+    def host_casts(self) -> int:
+        """Casts of the whole chunk that an update on the host takes: of its gradient, of its
+        masters to the compute copies.
+        """
+        return 0 if not self.cast_bytes else (not self.wide) + (not self.masters)
 
     @property
     def host_bytes(self) -> int:
@@ -216,7 +240,8 @@ class Rates:
 
     ``h2d`` and ``d2h`` are the rates while both directions are busy. ``update_device`` and
     ``update_host`` are elements of parameters that an optimizer updates, the latter while copies
-    run.
+    run; ``cast_host`` are elements that the host casts between a compute copy's dtype and a
+    master's.
     """
 
     flops: Mapping[torch.dtype, float]
@@ -225,6 +250,7 @@ class Rates:
     d2h: float
     update_device: float
     update_host: float
+    cast_host: float
     transfer_latency: float = 20e-6
     segment_latency: float = 30e-6
 
@@ -280,7 +306,12 @@ class StepPlan:
     @property
     def d2h_bytes(self) -> int:
         """Bytes copied from the device to the host in one step."""
-        return sum(a.nbytes for a in self.actions(Kind.OFFLOAD))
+        return sum(self.offload_bytes(a) for a in self.actions(Kind.OFFLOAD))
+
+    def offload_bytes(self, action: Action) -> int:
+        """Bytes that an offload copies to the host."""
+        assert action.chunk is not None
+        return offload_bytes(action, self.chunks[action.chunk])
 
     @property
     def carried_bytes(self) -> int:
@@ -329,11 +360,13 @@ class StepPlan:
     @property
     def _offloaded(self) -> list[int]:
         offloads = self.actions(Kind.OFFLOAD)
-        return [self.chunks[a.chunk].nbytes for a in offloads if a.chunk is not None]
+        return [self.chunks[a.chunk].gradient_bytes for a in offloads if a.chunk is not None]
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of device memory in which masters are cast; one fetch at a time uses them."""
+        """Bytes of device memory in which masters and gradients are cast; one fetch and one offload
+        at a time use them.
+        """
         return staging_bytes(self.chunks)
 
     @property
@@ -349,9 +382,21 @@ def gradient_bytes(sizes: Sequence[int], slots: int | None) -> int:
     return sum(sizes) if slots is None else slots * max(sizes, default=0)
 
 
-def staging_bytes(chunks: Iterable[Chunk]) -> int:
-    """Device bytes for casting the masters of any of these chunks."""
-    return max((c.staged_bytes for c in chunks if c.home is Home.HOST), default=0)
+def offload_bytes(action: Action, chunk: Chunk) -> int:
+    """Bytes that an offload of a chunk's gradient copies to the host."""
+    if not chunk.wide:
+        return action.nbytes
+    if action.offset is not None:
+        return sum(slot.nbytes for slot in chunk.masters)
+    return action.nbytes * chunk.masters[0].nbytes // chunk.content[0].nbytes
+
+
+def staging_bytes(chunks: Sequence[Chunk]) -> int:
+    """Device bytes for casting the masters and the gradients of any of these chunks."""
+    at_home = [c for c in chunks if c.home is Home.HOST]
+    return max((c.staged_bytes for c in at_home), default=0) + max(
+        (c.casting_bytes for c in at_home), default=0
+    )
 
 
 class PlanError(ValueError):

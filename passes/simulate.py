@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.plan import Action, Chunk, Home, Kind, Moment, Rates, Schedule, Stream
+from passes.plan import Action, Chunk, Home, Kind, Moment, Rates, Schedule, Stream, offload_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +81,11 @@ def simulate(
     )
 
 
+def host_update_seconds(chunk: Chunk, rates: Rates) -> float:
+    """Predicted seconds of a chunk's update on the host, with its casts there."""
+    return chunk.elements * (1 / rates.update_host + chunk.host_casts / rates.cast_host)
+
+
 def _update_behind(
     chunks: Sequence[Chunk],
     moments: Sequence[Moment],
@@ -94,7 +99,7 @@ def _update_behind(
     host = end
     for chunk in behind:
         if chunk.home is Home.HOST:
-            host += chunk.elements / rates.update_host
+            host += host_update_seconds(chunk, rates)
             updated[chunk.index] = host
         else:
             end += chunk.elements / rates.update_device
@@ -133,13 +138,14 @@ def _duration(
         case Kind.UPDATE if action.chunk is not None:
             return chunks[action.chunk].elements / rates.update_device
         case Kind.UPDATE_HOST if action.chunk is not None:
-            return chunks[action.chunk].elements / rates.update_host
+            return host_update_seconds(chunks[action.chunk], rates)
         case Kind.COMPUTE:
             return seconds[action.moment] + rates.segment_latency
         case Kind.FETCH if action.chunk is not None:
             return chunks[action.chunk].fetch_bytes / rates.h2d + rates.transfer_latency
-        case Kind.OFFLOAD:
-            return action.nbytes / rates.d2h + rates.transfer_latency
+        case Kind.OFFLOAD if action.chunk is not None:
+            nbytes = offload_bytes(action, chunks[action.chunk])
+            return nbytes / rates.d2h + rates.transfer_latency
         case Kind.REDUCE if action.offset is not None:
             return 2 * action.nbytes / rates.memory
         case _:

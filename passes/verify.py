@@ -79,6 +79,8 @@ def _layout(plan: StepPlan) -> Iterable[str]:
 
 def _masters(chunk: Chunk) -> Iterable[str]:
     """Masters that are fetched instead of compute copies are those of the content, apart."""
+    if chunk.wide and not chunk.masters:
+        yield f"chunk {chunk.index} casts its gradient, but fetches no masters"
     if not chunk.masters:
         return
     if [s.parameter for s in chunk.masters] != [s.parameter for s in chunk.content]:
@@ -86,6 +88,10 @@ def _masters(chunk: Chunk) -> Iterable[str]:
     if chunk.home is Home.DEVICE:
         yield f"chunk {chunk.index} fetches masters, but its home is the device"
     end = 0
+    first = chunk.masters[0].nbytes, chunk.content[0].nbytes
+    pairs = zip(chunk.masters, chunk.content, strict=False)
+    if chunk.wide and any(m.nbytes * first[1] != s.nbytes * first[0] for m, s in pairs):
+        yield f"chunk {chunk.index} casts its gradient to masters of several dtypes"
     for slot in chunk.masters:
         if slot.offset % ALIGNMENT or slot.offset < end:
             yield f"chunk {chunk.index} has a master at byte {slot.offset}, behind byte {end}"

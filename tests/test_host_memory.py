@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import pstar_compile as pstar
 from passes.plan import Home, PlanError
+from pstar_compile.hardware import rates_of
 from pstar_compile.managed import engine_of
 from tests.training import GPT, assert_at_rest, assert_same, copy_of, next_token_loss, tokens
 
@@ -58,6 +60,25 @@ def test_a_limited_host_changes_nothing_but_the_traffic(
     assert plan.peak_host_bytes <= limit
     assert plan.h2d_bytes > free.h2d_bytes or plan.schedule.gradient_slots is not None
     assert f"host {pstar.config.format_bytes(limit)}" in str(plan)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("device", [{"arena_memory": "64KiB"}, {"device_memory": "400KiB"}])
+def test_where_the_host_casts_slowly_the_device_does_and_the_numbers_stay(
+    update: str, device: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _, run = _train(update=update, **device)
+    narrow = pstar.last_plan(run)
+    assert not any(chunk.wide for chunk in narrow.chunks)
+    slow = replace(rates_of(torch.device("cpu")), cast_host=1e5)
+    monkeypatch.setattr("pstar_compile.backend.rates_of", lambda device: slow)
+    actual, _, run = _train(update=update, **device)
+    assert_same(actual, expected)
+    wide = pstar.last_plan(run)
+    at_home = [chunk for chunk in wide.chunks if chunk.home is Home.HOST]
+    assert at_home and all(chunk.wide for chunk in at_home if chunk.requires_grad)
+    assert wide.h2d_bytes > narrow.h2d_bytes and wide.d2h_bytes > narrow.d2h_bytes
+    assert "host, masters and gradients" in str(wide)
 
 
 def test_the_least_host_memory_holds_states_and_two_gradients() -> None:

@@ -68,7 +68,7 @@ def chunk_table(plan: StepPlan) -> str:
             chunk.index,
             format_bytes(chunk.nbytes),
             str(chunk.dtype).removeprefix("torch."),
-            f"{chunk.home}, masters" if chunk.masters else str(chunk.home),
+            _home(chunk),
             _content(chunk, plan),
             _ranges(needed[chunk.index]),
             reduced.get(chunk.index, "-"),
@@ -119,6 +119,12 @@ def schedule_table(plan: StepPlan) -> str:
         "ms",
     )
     return tabulate(rows, headers=headers, disable_numparse=True)
+
+
+def _home(chunk: Chunk) -> str:
+    """Where the states are, and whether masters move (and gradients as wide as they are)."""
+    what = ", masters" if chunk.masters else ""
+    return f"{chunk.home}{what}{' and gradients' if chunk.wide else ''}"
 
 
 def _chunks(actions: Iterable[Action], kind: Kind) -> list[int]:

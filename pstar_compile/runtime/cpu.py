@@ -73,7 +73,11 @@ class CpuStreams:
             for event in after:
                 event.wait_host()
             for destination, source in pairs:
-                _copy(destination, source)
+                if destination.dtype == source.dtype:
+                    _copy(destination, source)
+                else:
+                    with torch.no_grad():
+                        destination.copy_(source)
 
         return self._d2h.submit(job)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from passes.plan import CAST_BYTES
 from pstar_compile.runtime.streams import Event
 from pstar_compile.runtime.worker import Job, Worker
 
@@ -33,6 +34,15 @@ class _CudaEvent:
             self.launch.wait_host()
             self.launch = None
         stream.wait_event(self.event)
+
+
+def _copy_cast(destination: Tensor, source: Tensor) -> None:
+    """Copy to the host in another dtype, cast piece by piece in memory of the present stream."""
+    count = CAST_BYTES // destination.itemsize
+    for here, there in zip(
+        destination.view(-1).split(count), source.view(-1).split(count), strict=True
+    ):
+        here.copy_(there.to(here.dtype), non_blocking=True)
 
 
 class CudaStreams:
@@ -89,7 +99,10 @@ class CudaStreams:
                 assert isinstance(event, _CudaEvent)
                 event.queue_on(stream)
             for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
+                if destination.dtype == source.dtype:
+                    destination.copy_(source, non_blocking=True)
+                else:
+                    _copy_cast(destination, source)
             if unpack is not None:
                 unpack()
             done.event.record(stream)

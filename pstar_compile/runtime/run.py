@@ -363,8 +363,10 @@ class Run:
             if bound.actions[before].kind is Kind.UPDATE_HOST and before in self._events:
                 # It gives the memory back that this gradient will lie in.
                 self._events.pop(before).wait_host()
-        lease = engine.pool.lease(bound.gradient_slot_bytes or layout.nbytes)[: layout.nbytes]
-        homes = dict(zip((s.parameter for s in layout.content), chunk.views(lease), strict=True))
+        nbytes = layout.gradient_bytes
+        lease = engine.pool.lease(bound.gradient_slot_bytes or nbytes)[:nbytes]
+        places = chunk.staged(lease) if layout.wide else chunk.views(lease)
+        homes = dict(zip((s.parameter for s in layout.content), places, strict=True))
         after = [self._events[i] for i in action.after if i in self._events]
         norms: dict[int, Tensor] = {}
         if engine.updates is not None and engine.updates.norms:
@@ -377,11 +379,15 @@ class Run:
         else:
             assert engine.arena is not None
             end = action.offset + action.nbytes
-            event = engine.streams.offload([(lease, engine.arena[action.offset : end])], after)
+            pairs = [(lease, engine.arena[action.offset : end])]
+            if layout.wide:
+                views = bound.views(action.chunk, action.offset)
+                pairs = list(zip(places, views, strict=True))
+            event = engine.streams.offload(pairs, after)
             engine.leaves(Leaving(action.offset, end, event))
             arrived = self._reduced
         self._events[index] = event
-        engine.counters.d2h_bytes += action.nbytes
+        engine.counters.d2h_bytes += bound.plan.offload_bytes(action)
         for parameter, view in homes.items():
             if parameter in arrived:
                 contribution = Contribution(view, event, owned=True, norm=norms.get(parameter))

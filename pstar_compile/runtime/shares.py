@@ -1,7 +1,7 @@
 """Shares: the part of a param group that lies in one chunk, updated by stock optimizers.
 
-On the host, an elementwise class updates a chunk in pieces: a piece's gradient is cast, its
-parameters are updated, and its compute copy is cast again while all of it is still in the CPU's
+Where the host casts, an elementwise class updates a chunk in pieces: a piece's gradient is cast,
+its parameters are updated, and its compute copy is cast again while all of it is in the CPU's
 caches. Cast, update and cast of a whole chunk would each read it from memory anew. The states that
 users see are whole tensors all the same: a piece's are views of them.
 """
@@ -62,8 +62,8 @@ class Share:
         parameters: its parameters.
         make: makes the stock optimizers.
         values: the settings of the group.
-        elementwise: whether the class updates every element by itself, and the same way.
         on_host: whether the masters live on the host.
+        in_pieces: whether to update them in pieces.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Share:
         make: MakeOptimizer,
         values: dict[str, Any],
         *,
-        elementwise: bool,
         on_host: bool,
+        in_pieces: bool,
     ) -> None:
         self.parameters = tuple(parameters)
         self.on_host = on_host
         self._pieces: list[_Piece] = []
-        for spans in _cut(self.parameters, PIECE if elementwise and on_host else None):
+        for spans in _cut(self.parameters, PIECE if in_pieces else None):
             parts = [
                 _Part(i, span, nn.Parameter(_part(parameters[i].place(), span), _trains(p)))
                 for i, span in spans

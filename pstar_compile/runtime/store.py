@@ -50,13 +50,16 @@ class StoredChunk:
     def is_at(self, layout: Chunk) -> bool:
         """Whether the states are where a plan's layout has them."""
         offsets = [[s.offset for s in each.masters] for each in (self.layout, layout)]
-        return self.layout.home is layout.home and offsets[0] == offsets[1]
+        same = self.layout.home is layout.home and self.layout.wide is layout.wide
+        return same and offsets[0] == offsets[1]
 
     def move(self, layout: Chunk) -> None:
         """Move the masters to where another layout of the same content has them. Nothing may be
         copying from or to the chunk.
         """
-        self.layout = replace(self.layout, home=layout.home, masters=layout.masters)
+        self.layout = replace(
+            self.layout, home=layout.home, masters=layout.masters, wide=layout.wide
+        )
         self._written = self._fetched = None
         self._settle()
 

@@ -42,7 +42,9 @@ class Streams(Protocol):
         """
 
     def offload(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Sequence[Event]) -> Event:
-        """Copy device tensors (second) into host tensors (first), all contiguous."""
+        """Copy device tensors (second) into host tensors (first), all contiguous, and cast them on
+        the device where the dtypes differ.
+        """
 
     def mark(self) -> Event:
         """The present end of the compute stream."""

@@ -220,8 +220,8 @@ class Updates:
                 parameters,
                 self._make,
                 group.values,
-                elementwise=self._elementwise,
                 on_host=on_host,
+                in_pieces=self._elementwise and on_host and not _is_wide(key),
             )
         return share
 
@@ -313,6 +313,11 @@ def _norm(gradient: OnItsWay | Tensor, parameter: ManagedParameter, order: float
         gradient = gradient.total(parameter.master)[0]
     norm: Tensor = torch.linalg.vector_norm(gradient, order)
     return norm
+
+
+def _is_wide(key: StoredChunk | ManagedParameter) -> bool:
+    """Whether gradients come in the masters' dtype, and no compute copies follow."""
+    return isinstance(key, StoredChunk) and key.layout.wide
 
 
 def _on_host(key: StoredChunk | ManagedParameter) -> bool:

@@ -35,6 +35,7 @@ F32 = torch.float32
 RATES = Rates(
     update_device=1e9,
     update_host=1e8,
+    cast_host=1e9,
     flops={F32: 1e12},
     memory=1e12,
     h2d=1e9,

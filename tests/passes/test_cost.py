@@ -13,6 +13,7 @@ from tests.passes.graphs import Builder, aten
 RATES = Rates(
     update_device=1e9,
     update_host=1e8,
+    cast_host=1e9,
     flops={torch.float32: 1000.0, torch.bfloat16: 4000.0},
     memory=100.0,
     h2d=1.0,

@@ -13,9 +13,9 @@ from passes.limits import Choices, Limits, Update
 from passes.placement import States
 from passes.plan import Chunk, Home, Kind, Moment, PlanError, Schedule, StepPlan, VerificationError
 from passes.schedule import schedule
-from passes.simulate import simulate
+from passes.simulate import host_update_seconds, simulate
 from passes.verify import verify
-from tests.passes.plans import RATES, UNIT, Step, palindrome, parameters_of
+from tests.passes.plans import RATES, UNIT, Step, leaving, palindrome, parameters_of
 
 MASTER = 2 * UNIT
 """Bytes of a master: twice those of its compute copy."""
@@ -79,9 +79,68 @@ def test_gradients_take_turns_when_the_backward_updates() -> None:
     limit = 4 * (STATES + UNIT) + 2 * UNIT
     found = [(_copies(k), k.gradient_slots) for k in _ways(step, states, limit, "backward")]
     # Eight slots would take more than the gradients themselves, and there is no room for that.
-    assert found == [("cc--", None), ("cccc", 2), ("cc--", 4)]
+    assert found == [("cc--", None), ("cccc", 2), ("cc--", 4), ("----", 2)]
     (only,) = _ways(step, states, limit, "step")
     assert (_copies(only), only.gradient_slots) == ("cc--", None)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_the_device_may_cast_what_the_host_would(update: Update) -> None:
+    step, states = _step(3)
+    everything, cast_free = _ways(step, states, None, update)
+    assert everything.chunks == step[0]
+    for chunk in cast_free.chunks:
+        assert chunk.wide and chunk.masters
+        assert (chunk.host_casts, chunk.gradient_bytes, chunk.fetch_bytes) == (0, MASTER, MASTER)
+    assert [c.host_casts for c in everything.chunks] == [2, 2, 2]
+    assert host_update_seconds(everything.chunks[0], RATES) > host_update_seconds(
+        cast_free.chunks[0], RATES
+    )
+    limit = 3 * (STATES + MASTER)
+    assert [k.chunks[0].wide for k in _ways(step, states, limit, update)][-1]
+    if update == "step":
+        # The states and the wide gradients of all chunks are what it needs.
+        assert not any(k.chunks[0].wide for k in _ways(step, states, limit - 1, update))
+
+
+def test_nothing_is_cast_for_an_optimizer_that_the_plan_does_not_run() -> None:
+    step, states = _step(3)
+    assert len(_ways(step, states, None)) == 1
+    step, states = _step(3, cast=False)
+    assert len(_ways(step, states, None, "backward")) == 1
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_wide_gradients_are_counted_as_they_move(direct: bool) -> None:
+    step, states = _step(4)
+    if direct:
+        step = leaving(step, *[4] * 8)
+    cast_free = _ways(step, states, None, "backward")[-1]
+    plan = _plan((cast_free.chunks, step[1]), cast_free, None)
+    verify(plan)
+    offsets = {a.offset is None for a in plan.actions(Kind.OFFLOAD)}
+    assert direct in offsets
+    assert plan.d2h_bytes == 4 * MASTER
+    assert plan.host_gradient_bytes == 4 * MASTER
+    assert plan.peak_host_bytes == 4 * (STATES + MASTER)
+    assert plan.staging_bytes == MASTER + MASTER
+    broken = [
+        (replace(plan.chunks[0], masters=()), "casts its gradient, but fetches no masters"),
+        (_uneven(plan.chunks[0]), "casts its gradient to masters of several dtypes"),
+    ]
+    for chunk, problem in broken:
+        with pytest.raises(VerificationError, match=problem):
+            verify(replace(plan, chunks=(chunk, *plan.chunks[1:])))
+
+
+def _uneven(chunk: Chunk) -> Chunk:
+    """A chunk of two parameters, with masters two and four times as long."""
+    slot, master = chunk.content[0], chunk.masters[0]
+    return replace(
+        chunk,
+        content=(slot, replace(slot, parameter=9, offset=UNIT)),
+        masters=(master, replace(master, parameter=9, offset=MASTER, nbytes=2 * MASTER)),
+    )
 
 
 def test_compute_copies_that_are_the_masters_stay() -> None:

@@ -31,6 +31,7 @@ def test_timeline_of_a_small_plan() -> None:
     rates = Rates(
         update_device=1e9,
         update_host=1e8,
+        cast_host=1e9,
         flops={F32: 1.0},
         memory=2 * UNIT / MICRO,
         h2d=UNIT / MICRO,
@@ -73,7 +74,15 @@ def test_an_empty_schedule_takes_no_time() -> None:
         (),
         (),
         made,
-        Rates(update_device=1e9, update_host=1e8, flops={F32: 1.0}, memory=1.0, h2d=1.0, d2h=1.0),
+        Rates(
+            update_device=1e9,
+            update_host=1e8,
+            cast_host=1e9,
+            flops={F32: 1.0},
+            memory=1.0,
+            h2d=1.0,
+            d2h=1.0,
+        ),
     )
     assert (timeline.spans, timeline.step_seconds, timeline.wait_seconds) == ((), 0.0, 0.0)
 
@@ -109,6 +118,7 @@ _rates = st.builds(
     lambda memory, h2d, d2h, transfer, segment: Rates(
         update_device=1e9,
         update_host=1e8,
+        cast_host=1e9,
         flops={F32: 1.0},
         memory=memory,
         h2d=h2d,
