@@ -89,6 +89,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._ratios: dict[int, float] = {}
         sample = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs)
         super().__init__(model.parameters() if params is None else params, sample.defaults)
+        self._measure_states()
         on_gpu = engine.config.device.type == "cuda"
         engine.updates = self._updates = Updates(
             engine,
@@ -134,6 +135,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 f"are not parameters of the managed model; give a ChunkedOptimizer "
                 f"model.parameters(), and others a stock optimizer"
             )
+        if "_updates" in self.__dict__:
+            self._measure_states()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -254,14 +257,21 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             p is master for g in self.param_groups for p in g["params"]
         ):
             return 0
-        dimensions = master.dim()
-        ratio = self._ratios.get(dimensions)
-        if ratio is None:
+        return int(self._ratios[master.dim()] * master.nbytes)
+
+    def _measure_states(self) -> None:
+        """Learn how much the class keeps by what it keeps for small parameters. Not when a plan
+        asks for it: inside a compilation, tensors are fake ones.
+        """
+        for dimensions in {p.master.dim() for p in self._engine.parameters}:
             sample = nn.Parameter(torch.zeros((8,) * dimensions))
             sample.grad = torch.zeros_like(sample)
             # Every group may have its own momentum: the largest counts.
             ratio = 0.0
             for group in self.param_groups:
+                if all(p.dim() != dimensions for p in group["params"]):
+                    # The class may take only some (Muon takes matrices).
+                    continue
                 values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
                 optimizer = self._make([sample], values)
                 with torch.no_grad():
@@ -273,7 +283,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 )
                 ratio = max(ratio, kept / sample.nbytes)
             self._ratios[dimensions] = ratio
-        return int(ratio * master.nbytes)
 
 
 def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:

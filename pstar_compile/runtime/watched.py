@@ -27,7 +27,7 @@ _METADATA: frozenset[Any] = frozenset(
             getattr(Tensor, name).__get__
             for name in (
                 *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad"),
-                *("grad", "grad_fn", "_version", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
+                *("grad_fn", "_version", "is_cuda", "is_cpu", "is_meta", "is_sparse"),
                 *("is_quantized", "itemsize", "nbytes", "_backward_hooks"),
                 *("_post_accumulate_grad_hooks",),
             )
@@ -48,6 +48,8 @@ _METADATA: frozenset[Any] = frozenset(
     }
 )
 """What tells nothing of a tensor's values, and changes none."""
+
+_READ_GRAD = cast(Any, Tensor).grad.__get__
 
 
 class _Watched:
@@ -96,6 +98,9 @@ def _watched_class(base: type[nn.Parameter]) -> type[nn.Parameter]:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if function == _READ_GRAD and without_torch_function(function, args, {}) is None:
+            # Else the update may be reading what the caller is going to write.
+            return None
         if function in _METADATA:
             return without_torch_function(function, args, kwargs or {})
         touch(_masters_in((args, kwargs or {})))
